@@ -1,0 +1,31 @@
+"""What may stand under ``trainer.callbacks`` or ``rewards`` in a config."""
+
+from lit_diffrl.callbacks.ema import EMA, averaged_state_dict
+from lit_diffrl.callbacks.media import SampleLogger
+from lit_diffrl.callbacks.progress import RichRolloutProgressBar, TQDMRolloutProgressBar
+from lit_diffrl.callbacks.report import Report
+from lit_diffrl.callbacks.rewards import (
+    FunctionReward,
+    JPEGCompressibility,
+    JPEGIncompressibility,
+    PromptMatch,
+    Reward,
+    as_reward,
+)
+from lit_diffrl.callbacks.writer import SampleWriter
+
+__all__ = [
+    "EMA",
+    "FunctionReward",
+    "JPEGCompressibility",
+    "JPEGIncompressibility",
+    "PromptMatch",
+    "Report",
+    "Reward",
+    "RichRolloutProgressBar",
+    "SampleLogger",
+    "SampleWriter",
+    "TQDMRolloutProgressBar",
+    "as_reward",
+    "averaged_state_dict",
+]

@@ -1,0 +1,6 @@
+"""``python -m lit_diffrl``."""
+
+from lit_diffrl.cli import main
+
+if __name__ == "__main__":
+    main()

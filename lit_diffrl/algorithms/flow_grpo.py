@@ -1,0 +1,162 @@
+r"""Flow-GRPO: policy gradients through stochastic sampling steps (arXiv 2505.05470), and its descendants as options.
+
+A rollout takes stochastic steps ``x' ~ N(mu_theta(x), std^2)``. Each kept step is trained on with the clipped ratio of
+its likelihoods,
+
+    L = mean max(-A r, -A clip(r, 1 - c, 1 + c)) + beta KL,    log r = log p_theta(x'|x) - log p_old(x'|x),
+
+where the log-probability is averaged over the elements of the latents, and the advantage A compares a sample with its
+group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_diffrl.algorithms.base import DiffusionRL
+from lit_diffrl.algorithms.recorder import Plan
+from lit_diffrl.policies.base import Policy
+from lit_diffrl.rollouts import Rollout
+from lit_diffrl.rollouts.geometry import permutation
+from lit_diffrl.sampling import Kernel, Transition
+from lit_diffrl.sampling.kernels import KernelName
+
+# Name of the shared draw of a round's window.
+_WINDOW = -10
+
+
+class FlowGRPO(DiffusionRL):
+    """Clipped policy gradient over stochastic sampling steps.
+
+    Args:
+        policy: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`.
+        kernel: of the stochastic steps: ``flow``, ``dance``, ``linear`` (Wan) or ``cps``.
+        eta: their noise level, a in the paper; 0.7 for SD3.5, 0.9 for FLUX, 1.2 for Qwen-Image.
+        clip: c, how far the ratio may move. It is small since log-probabilities are averaged over the latents.
+        kl: beta, the weight of the KL divergence to the model before training; 0 costs nothing.
+        window: number of consecutive steps that are stochastic and trained on, drawn anew in each round
+            (Flow-GRPO-Fast); all but the last step where omitted.
+        window_range: ``[lo, hi)``, the steps from which the window is drawn; all but the last where omitted.
+        step_weight: ``uniform``, or ``inverse_gain``, which weights a step by the inverse of the strength with which
+            its log-probability answers to the velocity (1/lambda, mean 1 over the kept steps): gradients of all noise
+            levels then have one scale.
+        guard: remove the negative bias of the log-ratio and its dependence on the step (GRPO-Guard, arXiv 2510.22319,
+            with the bias of each sample, not of the batch). The clip range is then around 2e-6.
+        kwargs: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`.
+    """
+
+    has_likelihood_ratio = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        kernel: KernelName = "flow",
+        eta: float = 0.7,
+        clip: float = 1e-4,
+        kl: float = 0.0,
+        window: int | None = None,
+        window_range: tuple[int, int] | None = None,
+        step_weight: Literal["uniform", "inverse_gain"] = "uniform",
+        guard: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, **kwargs)
+        if eta <= 0:
+            raise ValueError(f"model.eta is {eta}; stochastic steps need a noise level above 0")
+        if clip <= 0 or kl < 0:
+            raise ValueError(f"model.clip is {clip} and model.kl is {kl}; clip must be above 0 and kl at least 0")
+        if self.solver != "euler":
+            raise ValueError(f"model.solver is {self.solver!r}; stochastic steps need 'euler'")
+        if self.num_steps < 2:
+            raise ValueError(
+                f"model.num_steps is {self.num_steps}; the last step is not trained on, so it must be at least 2"
+            )
+        lo, hi = window_range or (0, self.num_steps - 1)
+        if not 0 <= lo < hi <= self.num_steps - 1:
+            raise ValueError(
+                f"model.window_range is {[lo, hi]}; it must lie within [0, {self.num_steps - 1}], for the last of "
+                f"model.num_steps {self.num_steps} is deterministic"
+            )
+        if window is not None and not 1 <= window <= hi - lo:
+            raise ValueError(
+                f"model.window is {window}; it must lie between 1 and the {hi - lo} steps of the range {[lo, hi]}"
+            )
+        self._kernel = Kernel(kernel, eta)
+        self.clip = clip
+        self.kl = kl
+        self.window = hi - lo if window is None else window
+        self.window_range = (lo, hi)
+        self.step_weight = step_weight
+        self.guard = guard
+
+    @property
+    def kernel(self) -> Kernel:  # noqa: D102
+        return self._kernel
+
+    @property
+    def rows_per_sample(self) -> int:  # noqa: D102
+        return self.window
+
+    @property
+    def role_names(self) -> list[str]:  # noqa: D102
+        return ["reference"] if self.kl > 0 else []
+
+    def window_start(self, round_: int) -> int:
+        """The first stochastic step of a round, equal on all ranks."""
+        lo, hi = self.window_range
+        starts = hi - lo - self.window + 1
+        return lo + permutation(starts, self.data.seed, _WINDOW, round_)[0]
+
+    def plan(self, rollout: Rollout, round_: int) -> Plan:  # noqa: D102
+        start = self.window_start(round_)
+        stochastic = torch.zeros(len(rollout), self.num_steps, dtype=torch.bool)
+        stochastic[:, start : start + self.window] = True
+        kept = torch.arange(start, start + self.window).expand(len(rollout), -1)
+        return Plan(stochastic, kept, velocities=self.guard)
+
+    def loss(self, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
+        kept, step = batch.transitions, self.transition(batch)
+        velocity = self.velocity(kept["latents"], kept["timestep"], batch.prompts)
+        log_ratio = step.log_prob(kept["next_latents"], step.mean(kept["latents"], velocity)) - kept["log_prob"]
+        if self.guard:
+            log_ratio = self.guarded(log_ratio, step, velocity, kept["velocity"])
+        ratio, advantage = log_ratio.exp(), batch.advantages
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+        loss = torch.maximum(-advantage * ratio, -advantage * clipped) * self.weight(step, kept)
+        metrics = {"clip_fraction": (clipped != ratio).float(), "ratio_deviation": (ratio - 1).abs()}
+        if self.update_in_round == 0:  # the same weights drew the round: anything but 1 is rounding, or a fault
+            metrics["first_ratio_deviation_max"] = (ratio - 1).abs()
+        if self.kl > 0:
+            reference = self.reference_velocity("reference", kept["latents"], kept["timestep"], batch.prompts)
+            divergence = step.kl(velocity, reference)
+            loss, metrics["kl"] = loss + self.kl * divergence, divergence
+        return loss, metrics
+
+    def transition(self, batch: Rollout) -> Transition:
+        """The stochastic steps of a micro-batch, each at its own noise level."""
+        kept = batch.transitions
+        sigmas = self.schedule().sigmas.to(kept["sigma"].device)
+        return self.kernel.transition(kept["sigma"], kept["sigma_next"], sigmas, kept["latents"].ndim)
+
+    def guarded(self, log_ratio: Tensor, step: Transition, velocity: Tensor, old_velocity: Tensor) -> Tensor:
+        """GRPO-Guard, equation 10: equals ``mean eps (mu - mu_old)``, of mean 0 and one spread at all noise levels."""
+        shift = (step.b * (velocity - old_velocity)) ** 2 / (2 * step.std**2)
+        return (log_ratio + shift.flatten(1).mean(1)) * step.std.flatten()
+
+    def weight(self, step: Transition, kept: dict[str, Tensor]) -> Tensor | float:
+        """The weight of each row: 1/lambda, of mean 1 over the trainable steps, and the step length of GRPO-Guard."""
+        weight: Tensor | float = 1.0
+        if self.guard:
+            weight = 1 / (kept["sigma"] - kept["sigma_next"])  # equation 11
+        if self.step_weight == "inverse_gain":
+            weight = weight / step.gain.flatten() / self.mean_inverse_gain()
+        return weight
+
+    def mean_inverse_gain(self) -> float:
+        """Mean of 1/lambda over the steps from which the window is drawn."""
+        lo, hi = self.window_range
+        sigmas = self.schedule().sigmas
+        return (1 / self.kernel.transition(sigmas[lo:hi], sigmas[lo + 1 : hi + 1], sigmas).gain).mean().item()

@@ -1,0 +1,32 @@
+"""What the command prints, and what it keeps others from printing."""
+
+import logging
+import sys
+import warnings
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_only
+
+
+@rank_zero_only
+def say(message: str) -> None:
+    """One line to the user, from the first rank alone."""
+    print(f"lit-diffrl: {message}", file=sys.stderr, flush=True)
+
+
+def quiet() -> None:
+    """Drop lines of Lightning and torch about each other that a user can do nothing about."""
+    for message in (
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        r"torch\.distributed\.nn\.functional\.all_gather is deprecated",
+        r"\s*``instantiate_classes`` was deprecated",
+        r"`torch_dtype` is deprecated",
+        r"The dirpath has changed from",  # every run has a directory of its own
+        r"Be aware that when using `ckpt_path`.*: \['Report'\]\.$",
+        r"Found \d+ module\(s\) in eval mode at the start of training",  # the frozen parts of a pipeline
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    rank_zero_module.log.addFilter(_no_advertisement)
+
+
+def _no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()

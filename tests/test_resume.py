@@ -1,0 +1,113 @@
+"""A run that is stopped and resumed is the run that was never stopped, bit for bit."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lit_diffrl.callbacks import EMA
+from lit_diffrl.policies import LoRA
+from tests import helpers
+
+ROUNDS, UPDATES = 4, 2
+
+
+class Memory(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.setdefault(step, {}).update({k: v for k, v in metrics.items() if not k.startswith("time/")})
+
+
+def merged(first, second):
+    """The rows of a run and of the one that takes it up."""
+    return {step: first.get(step, {}) | second.get(step, {}) for step in {*first, *second}}
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAfter(Callback):
+    """Saves a checkpoint after an update, or at the end of a round, then ends the run as a crash would."""
+
+    def __init__(self, path, update=None, round_=None):
+        self.path, self.update, self.round = path, update, round_
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == self.update:
+            trainer.save_checkpoint(self.path)
+            raise Stop
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == self.round:
+            raise Stop
+
+
+def run(name, folder, prompts, lora, *callbacks, ckpt=None, seed=0):
+    torch.manual_seed(seed)
+    module, ema, memory = helpers.algorithm(name, folder, lora), EMA(0.8), Memory()
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    options = dict(max_epochs=ROUNDS, logger=memory, limit_val_batches=None, check_val_every_n_epoch=2)
+    trainer = helpers.trainer(ema, *callbacks, enable_checkpointing=saves, **options)
+    data = helpers.data(prompts, updates_per_round=UPDATES, batch_size=3)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    except Stop:
+        return None, memory.rows
+    moments = trainer.optimizers[0].state_dict()["state"]
+    return (helpers.weights(module), moments, ema.average), memory.rows
+
+
+def equal(a, b):
+    assert a.keys() == b.keys()
+    for key in a:
+        if isinstance(a[key], dict):
+            equal(a[key], b[key])
+        elif isinstance(a[key], torch.Tensor):
+            assert torch.equal(a[key], b[key]), key
+        else:
+            assert a[key] == b[key] or a[key] != a[key], key
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2, alpha=4, dropout=0.2)], ids=["full", "lora"])
+@pytest.mark.parametrize("name", list(helpers.ALGORITHMS))
+def test_resume_at_and_inside_a_round_is_exact(sd35_folder, prompt_file, tmp_path, name, lora):
+    straight, rows = run(name, sd35_folder, prompt_file, lora)
+    inside, end = tmp_path / "inside.ckpt", tmp_path / "end.ckpt"
+    stops = {
+        inside: [StopAfter(inside, update=3)],
+        end: [
+            ModelCheckpoint(tmp_path, "end", every_n_epochs=1, enable_version_counter=False),
+            StopAfter(end, round_=2),
+        ],
+    }
+    for path, callbacks in stops.items():
+        stopped, before = run(name, sd35_folder, prompt_file, lora, *callbacks)
+        assert stopped is None
+        resumed, after = run(name, sd35_folder, prompt_file, lora, ckpt=path, seed=99)
+        for a, b in zip(straight, resumed):
+            equal(a, b)
+        equal(rows, merged(before, after))
+
+
+def test_a_checkpoint_of_another_model_is_refused(sd35_folder, prompt_file, tmp_path):
+    path = tmp_path / "x.ckpt"
+    run("rvm_ema", sd35_folder, prompt_file, LoRA(rank=2, alpha=4), StopAfter(path, update=2))
+    with pytest.raises(ValueError, match="does not fit the model"):
+        run("rvm_ema", sd35_folder, prompt_file, None, ckpt=path)
+    with pytest.raises(ValueError, match="does not fit the model"):
+        run("nft", sd35_folder, prompt_file, LoRA(rank=2, alpha=4), ckpt=path)
+
+
+def test_a_checkpoint_holds_what_is_trained_and_nothing_else(sd35_folder, prompt_file, tmp_path):
+    path = tmp_path / "x.ckpt"
+    run("nft", sd35_folder, prompt_file, LoRA(rank=2, alpha=4), StopAfter(path, update=2))
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert all(".lora_" in k for k in state)
+    assert any(".old." in k for k in state) and any(".default." in k for k in state)
