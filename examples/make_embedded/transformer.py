@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,9 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from pipeline import encode, make_text_encoder, make_tokenizer, make_transformer, token_ids
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
-from world import by_kind, corrupt, render, sample_compositions
+from world import by_kind, corrupt, placed_caption, render, sample_compositions
 
-from lit_diffrl.callbacks.rewards.composition import Composition, caption
+from lit_diffrl.callbacks.rewards.composition import RELATIONS, caption
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,15 @@ class Recipe:
         warmup: steps of linear warm-up.
         ema: decay of the averaged weights, which are the ones that ship.
         pictures: number of different training pictures.
+        placed: number of further pictures of one object whose caption says in which half it lies, as in 'a red square
+            left on black'.
+        simple: steps at the start with only these pictures. In 'a red square left of a blue triangle' neither the order
+            of the words nor the relation says anything alone: a model that has not seen the simpler captions first
+            stays at chance for thousands of steps.
         shares: how often each kind of prompt occurs.
         level: mean of the logit of the noise level, whose spread is one. Where objects go, and how many, is decided
             at high levels: between about 0.65 and 0.95.
+        simple_level: the same in the simple steps; where a single object goes is decided even higher.
         clean: part of the steps, at the start, in which all captions are true.
         corrupted: share of the captions, by kind, with one wrong attribute after that. Real captions are wrong at times
             as well; it leaves the base model imperfectly aligned with its prompts, which is what reinforcement
@@ -40,16 +47,19 @@ class Recipe:
         seed: of everything.
     """
 
-    steps: int = 11_000
+    steps: int = 11_500
     batch: int = 64
     lr: float = 2e-3
     warmup: int = 200
     ema: float = 0.999
     pictures: int = 50_000
+    placed: int = 12_000
+    simple: int = 1500
     shares: dict[str, float] = field(
         default_factory=lambda: {"single": 0.07, "count": 0.15, "pair": 0.33, "relation": 0.45}
     )
-    level: float = 1.0
+    level: float = 1.3
+    simple_level: float = 2.0
     clean: float = 0.75
     corrupted: dict[str, float] = field(
         default_factory=lambda: {"single": 0.03, "count": 0.25, "pair": 0.3, "relation": 0.3}
@@ -59,6 +69,7 @@ class Recipe:
     seed: int = 0
 
 
+T = TypeVar("T")
 T5_TOKENS = 256  # the pipeline's default max_sequence_length
 
 
@@ -130,25 +141,30 @@ class Base:
 
 
 @torch.no_grad()
-def training_data(
-    vae: AutoencoderTiny, recipe: Recipe, chunk: int = 1000
-) -> tuple[Tensor, list[Composition], list[Composition]]:
-    """Scaled latents (pictures, 4, 8, 8) of training pictures, what they show, and what captions with errors say."""
+def training_data(vae: AutoencoderTiny, recipe: Recipe) -> tuple[Tensor, list[str], list[str]]:
+    """Scaled latents (N, 4, 8, 8) of all training pictures, their true captions, and their captions with errors."""
     rng, generator = random.Random(recipe.seed), torch.Generator().manual_seed(recipe.seed)
     liar = random.Random(recipe.seed + 1)
     table = by_kind("train")
-    latents: list[Tensor] = []
-    true: list[Composition] = []
-    for start in range(0, recipe.pictures, chunk):
-        shown = sample_compositions(min(chunk, recipe.pictures - start), recipe.shares, table, rng)
-        latents.append(vae.encode(render(shown, generator) * 2 - 1).latents)
-        true += shown
-    told = [corrupt(w, liar) if liar.random() < recipe.corrupted[w.kind] else w for w in true]
-    return (torch.cat(latents) - vae.config.shift_factor) * vae.config.scaling_factor, true, told
+    chunks = range(0, recipe.pictures, 1000)
+    shown = [w for _ in chunks for w in sample_compositions(1000, recipe.shares, table, rng)][: recipe.pictures]
+    told = [corrupt(w, liar) if liar.random() < recipe.corrupted[w.kind] else w for w in shown]
+    placed = [rng.choice(table["single"]) for _ in range(recipe.placed)]
+    sides = [rng.choice(RELATIONS) for _ in placed]
+    latents = [vae.encode(render(part, generator) * 2 - 1).latents for part in _chunks(shown)]
+    for part, where in zip(_chunks(placed), _chunks(sides), strict=True):
+        latents.append(vae.encode(render(part, generator, where) * 2 - 1).latents)
+    simple = [placed_caption(w, side) for w, side in zip(placed, sides, strict=True)]
+    scaled = (torch.cat(latents) - vae.config.shift_factor) * vae.config.scaling_factor
+    return scaled, [caption(w) for w in shown] + simple, [caption(w) for w in told] + simple
+
+
+def _chunks(items: list[T], size: int = 1000) -> list[list[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def train_base(
-    vae: AutoencoderTiny, recipe: Recipe, report: Callable[[int, float, Base], None], report_every: int = 1500
+    vae: AutoencoderTiny, recipe: Recipe, report: Callable[[int, float, Base], None], report_every: int = 1000
 ) -> Base:
     """Pre-trains transformer and text encoders; returns their averaged weights.
 
@@ -163,7 +179,7 @@ def train_base(
     tokenizer = make_tokenizer()
     base = Base(make_transformer(), nn.ModuleList(make_text_encoder(tokenizer) for _ in range(2)), tokenizer)
     latents, true, told = training_data(vae, recipe)
-    true_ids, told_ids = (token_ids(tokenizer, [caption(w) for w in part]) for part in (true, told))
+    true_ids, told_ids = token_ids(tokenizer, true), token_ids(tokenizer, told)
     empty = token_ids(tokenizer, [""])
 
     attention = CountedTailAttention()
@@ -182,9 +198,12 @@ def train_base(
     for step in range(1, recipe.steps + 1):
         attention.count = T5_TOKENS if step % recipe.long_every == 0 else 1
         ids = true_ids if step <= recipe.clean * recipe.steps else told_ids
-        pick = torch.randint(len(latents), (recipe.batch,), generator=generator)
+        simple = step <= recipe.simple
+        start = recipe.pictures if simple else 0
+        pick = torch.randint(start, len(latents), (recipe.batch,), generator=generator)
         silent = torch.rand(recipe.batch, 1, generator=generator) < recipe.dropped
-        level = torch.sigmoid(recipe.level + torch.randn(recipe.batch, generator=generator))
+        mean = recipe.simple_level if simple else recipe.level
+        level = torch.sigmoid(mean + torch.randn(recipe.batch, generator=generator))
         loss = flow_loss(base, latents[pick], torch.where(silent, empty, ids[pick]), level, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

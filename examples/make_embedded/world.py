@@ -107,8 +107,19 @@ def _related_cells() -> dict[str, list[tuple[int, int]]]:
 _RELATED = _related_cells()
 
 
-def render(wanted: Sequence[Composition], generator: torch.Generator) -> Tensor:
-    """Pictures (B, 3, 32, 32) in [0, 1] that fulfil the compositions, with random placement, size and jitter."""
+def placed_caption(composition: Composition, side: str) -> str:
+    """A caption that says in which half of the picture the object is: 'a red square left on black'."""
+    return caption(composition).replace("one ", "a ").replace(" on ", f" {side.removesuffix(' of')} on ")
+
+
+def render(wanted: Sequence[Composition], generator: torch.Generator, sides: Sequence[str] | None = None) -> Tensor:
+    """Pictures (B, 3, 32, 32) in [0, 1] that fulfil the compositions, with random placement, size and jitter.
+
+    Args:
+        wanted: what the pictures show.
+        generator: of everything that is random.
+        sides: relations, one for each picture; the first object lies where the subject of that relation would.
+    """
     batch, most = len(wanted), max(len(w.objects) for w in wanted)
     cells = torch.rand(batch, GRID**2, generator=generator).argsort(1)[:, :most]
     draws = torch.randint(1 << 30, (batch,), generator=generator).tolist()
@@ -120,6 +131,9 @@ def render(wanted: Sequence[Composition], generator: torch.Generator) -> Tensor:
         if composition.relation is not None:
             pairs = _RELATED[composition.relation]
             cells[b, :2] = torch.tensor(pairs[draws[b] % len(pairs)])
+        elif sides is not None:
+            pairs = _RELATED[sides[b]]
+            cells[b, 0] = pairs[draws[b] % len(pairs)][0]
     grounds = torch.tensor([list(BACKGROUNDS).index(w.background) for w in wanted])
     return _draw(grounds, cells, colours, shapes, generator)
 
