@@ -2,8 +2,8 @@
 
     python benchmarks/recipes.py --seeds 0 1 2 --out docs/recipes
 
-Every recipe runs as ``lit-diffrl fit --config configs/<name>.yaml`` does, one after the other and the seeds interleaved,
-in one thread. CPU seconds are those of the process without start-up and evaluation. Writes a Markdown table, the raw
+Every recipe runs as ``lit-diffrl fit --config configs/<name>.yaml`` does, one after the other and the seeds
+interleaved, in one thread. CPU seconds are those of the process without start-up and evaluation. Writes a Markdown table, the raw
 figures as JSON lines, and a plot.
 """
 

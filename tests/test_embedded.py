@@ -13,7 +13,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-from lit_diffrl.callbacks.rewards.composition import KINDS, Composition, caption, parse, score
+from lit_diffrl.callbacks.rewards.composition import KINDS, Composition, caption, detect, parse, score
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "lit_diffrl" / "policies" / "embedded" / "shapes"
@@ -129,6 +129,17 @@ def test_twins_share_a_split() -> None:
         assert world.meaning(parse(first)) == world.meaning(parse(second))
         assert parse(first) != parse(second)
     assert world.meaning(parse("two red squares on black")) != world.meaning(parse("one red square on black"))
+
+
+def test_placed_pictures_are_where_their_captions_say() -> None:
+    world = load_module("world")
+    square = parse("one red square on black")
+    assert world.placed_caption(square, "left of") == "a red square left on black"
+    for index, side in enumerate(("left of", "right of", "above", "below")):
+        pictures = world.render([square] * 50, torch.Generator().manual_seed(0), [side] * 50)
+        places = [found.objects[0][2:] for found in detect(pictures)]
+        inside = [(x < 16, x > 16, y < 16, y > 16)[index] for x, y in places]
+        assert all(inside) and len({(x // 8, y // 8) for x, y in places}) > 4
 
 
 def test_wrong_captions_are_wrong_in_one_way() -> None:

@@ -87,8 +87,7 @@ def corrupt(composition: Composition, rng: random.Random) -> Composition:
 def _related_cells() -> dict[str, list[tuple[int, int]]]:
     """Pairs of cells, as row-major indices, between which each relation clearly holds.
 
-    They lie in opposite halves of the picture. Without that a relation says nothing about where any one object is, and
-    the model does not learn it: pre-training left it at chance.
+    The two lie in opposite halves of the picture, so that a relation also says something about the place of each.
     """
     half = GRID // 2
     pairs: dict[str, list[tuple[int, int]]] = {relation: [] for relation in RELATIONS}

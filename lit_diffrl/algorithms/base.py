@@ -143,7 +143,8 @@ class DiffusionRL(DiffusionSampler, ABC):
         """The mean loss of an update, of which a micro-batch contributes its share, the smaller last one too."""
         rows, metrics = self.loss(batch)
         geometry = self.data.geometry
-        loss = (rows * batch.valid).sum() * geometry.micro_batches / geometry.rows_per_update
+        rows = torch.where(batch.valid, rows, 0.0)
+        loss = rows.sum() * geometry.micro_batches / geometry.rows_per_update
         for name, value in {"loss": rows, **metrics}.items():
             self.meter.update(name, value)
         return loss

@@ -99,7 +99,7 @@ class SD3Policy(Policy):
             shifts = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
             options["mu"] = calculate_shift(tokens, *shifts)
         if grid == "linspace":
-            options["sigmas"] = torch.linspace(1, 1 / num_steps, num_steps).tolist()
+            options["sigmas"] = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64).tolist()
         scheduler.set_timesteps(num_steps, device="cpu", **options)
         return Schedule(scheduler.sigmas.float(), scheduler.timesteps.float())
 

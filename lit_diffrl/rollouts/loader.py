@@ -92,7 +92,7 @@ class RolloutLoader:
         }
         self._count_unscored(scored)
         self.collected = time.monotonic()
-        return rollout.without("media") if scored else None
+        return rollout.without("media").finite() if scored else None
 
     def _blank(self) -> Rollout:
         """This rank's samples before they are drawn: consecutive numbers, so that groups may straddle ranks."""
@@ -137,7 +137,7 @@ class RolloutLoader:
             "reward/flat_groups": outcome.flat_groups,
             "reward/failed": float((scores.isnan() & applies)[:, whole].sum()),
             **{f"reward/{name}": _mean(scores[:, i]) for i, name in enumerate(names)},
-            **{f"reward/{name}/std": _std(scores[:, i]) for i, name in enumerate(names)},
+            **{f"reward/{name}/std": _std(scores[:, i]) for i, name in enumerate(names) if whole[i]},
         }
         if len(sources) > 1:  # every source in every round, since loggers and ranks want a fixed set of names
             self.metrics |= {f"source/{s}": _mean(outcome.reward[source_ids == i]) for i, s in enumerate(sources)}

@@ -123,6 +123,19 @@ class Rollout:
         """A copy without the named fields."""
         return Rollout.from_state({k: v for k, v in self.__dict__.items() if k not in fields})
 
+    def finite(self) -> Rollout:
+        """A copy whose latents and transitions hold 0 where they were not finite.
+
+        Samples that went astray have no valid reward and weigh nothing in the loss, but 0 times NaN is NaN in the
+        gradient all the same.
+        """
+
+        def clean(x: Tensor) -> Tensor:
+            return x.nan_to_num(0.0, 0.0, 0.0)
+
+        fields = self.__dict__ | {"transitions": {k: clean(x) for k, x in self.transitions.items()}}
+        return Rollout.from_state(fields | ({"latents": clean(self.latents)} if "latents" in self else {}))
+
     def to(self, *args: Any, **kwargs: Any) -> Rollout:
         """A copy with every tensor moved, as ``Tensor.to`` does; dtypes stay unless one is named."""
         return self._map(lambda x: x.to(*args, **kwargs))

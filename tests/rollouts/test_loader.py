@@ -263,3 +263,25 @@ def test_rewards_that_leave_nothing_to_learn_from_are_refused_before_the_model_l
     with pytest.raises(ValueError, match="weight 0"):
         run.fit(module, datamodule=helpers.data(prompt_file))
     assert module.policy.pipeline is None
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "nft"])
+def test_a_sample_that_went_astray_does_not_spoil_the_update_of_its_siblings(sd35_folder, prompt_file, name):
+    module = helpers.algorithm(name, sd35_folder)
+    collect = module.collect
+
+    def astray(rollout, round_):
+        rollout = collect(rollout, round_)
+        for x in [rollout.media, *rollout.transitions.values(), *([rollout.latents] if "latents" in rollout else [])]:
+            if x.ndim > 2:
+                x[3] = math.nan
+        return rollout
+
+    module.collect = astray
+    run = helpers.trainer(max_epochs=1)
+    data = helpers.data(prompt_file)
+    run.fit(module, datamodule=data)
+    assert run.callback_metrics["reward/failed"] == 1
+    assert run.callback_metrics["train/skipped_updates"] == 0
+    assert run.callback_metrics["train/grad_norm"] > 0
+    assert all(p.isfinite().all() for p in helpers.weights(module).values())
