@@ -3,8 +3,8 @@
     python benchmarks/recipes.py --seeds 0 1 2 --out docs/recipes
 
 Every recipe runs as ``lit-diffrl fit --config configs/<name>.yaml`` does, one after the other and the seeds
-interleaved, in one thread. CPU seconds are those of the process without start-up and evaluation. Writes a Markdown table, the raw
-figures as JSON lines, and a plot.
+interleaved, in one thread. CPU seconds are those of the process without start-up and evaluation. Writes a Markdown
+table, the raw figures as JSON lines, and a plot.
 """
 
 import argparse
@@ -42,6 +42,8 @@ class Clock(Callback):
         self.started = time.process_time()
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         self.cpu += time.process_time() - self.started
         self.evaluating = time.process_time()
 

@@ -111,3 +111,14 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(sd35_folder, prompt
     state = torch.load(path, weights_only=True)["state_dict"]
     assert all(".lora_" in k for k in state)
     assert any(".old." in k for k in state) and any(".default." in k for k in state)
+
+
+@pytest.mark.parametrize("changed", [{"batch_size": 2}, {"group_size": 2}])
+def test_a_half_learnt_round_is_not_taken_up_with_other_batches(sd35_folder, prompt_file, tmp_path, changed):
+    path = tmp_path / "inside.ckpt"
+    run("flow_grpo", sd35_folder, prompt_file, None, StopAfter(path, update=1))
+    module = helpers.algorithm("flow_grpo", sd35_folder)
+    data = helpers.data(prompt_file, **({"updates_per_round": UPDATES, "batch_size": 3} | changed))
+    name, value = next(iter(changed.items()))
+    with pytest.raises(ValueError, match=f"{name} {value} instead of"):
+        helpers.trainer(EMA(0.8)).fit(module, datamodule=data, ckpt_path=path)

@@ -143,11 +143,9 @@ class DiffusionRL(DiffusionSampler, ABC):
         """The mean loss of an update, of which a micro-batch contributes its share, the smaller last one too."""
         rows, metrics = self.loss(batch)
         geometry = self.data.geometry
-        rows = torch.where(batch.valid, rows, 0.0)
-        loss = rows.sum() * geometry.micro_batches / geometry.rows_per_update
         for name, value in {"loss": rows, **metrics}.items():
-            self.meter.update(name, value)
-        return loss
+            self.meter.update(name, value[batch.valid] if value.ndim else value)
+        return torch.where(batch.valid, rows, 0.0).sum() * geometry.micro_batches / geometry.rows_per_update
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """One update; callbacks that write checkpoints come after it."""
@@ -171,7 +169,8 @@ class DiffusionRL(DiffusionSampler, ABC):
         if not bool(norm.isfinite()):
             self.skipped_updates += 1
             rank_zero_warn(f"update {self.global_step}: the gradient is not finite, so it is skipped")
-            optimizer.zero_grad(set_to_none=True)
+            if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # a scaler skips, and needs to see why
+                optimizer.zero_grad(set_to_none=True)
         else:
             self.meter.update("grad_norm", norm)
 
@@ -184,7 +183,7 @@ class DiffusionRL(DiffusionSampler, ABC):
             "time/learn": time.monotonic() - loader.collected,
         }
         metrics |= {"cost/forward_rows": float(self.forward_rows), "cost/backward_rows": float(self.backward_rows)}
-        # All ranks hold the same numbers; sync_dist only spares the advice to set it.
+        # Ranks differ in their seconds only.
         self.log_dict(loader.metrics | metrics, sync_dist=True)
         self.log("reward", loader.metrics["reward/mean"], prog_bar=True, logger=False, sync_dist=True)
 
@@ -198,7 +197,6 @@ class DiffusionRL(DiffusionSampler, ABC):
         """Keep what training changes: adapters, or the transformer and its moving roles."""
         checkpoint["state_dict"] = self.policy.trainable_state(checkpoint["state_dict"], "policy.")
         checkpoint["counters"] = [self.forward_rows, self.backward_rows, self.skipped_updates]
-        checkpoint["meter"] = self.meter.sums
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that nothing that is trained is missing, since loading is not strict.
@@ -214,4 +212,3 @@ class DiffusionRL(DiffusionSampler, ABC):
                 f"({sorted(missing)[:2]}), {len(unknown)} are unknown ({sorted(unknown)[:2]})"
             )
         self.forward_rows, self.backward_rows, self.skipped_updates = checkpoint["counters"]
-        self.meter.sums = checkpoint["meter"]

@@ -32,7 +32,7 @@ class FlowGRPO(DiffusionRL):
     """Clipped policy gradient over stochastic sampling steps.
 
     Args:
-        policy: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`.
+        policy: the model to train.
         kernel: of the stochastic steps: ``flow``, ``dance``, ``linear`` (Wan) or ``cps``.
         eta: their noise level, a in the paper; 0.7 for SD3.5, 0.9 for FLUX, 1.2 for Qwen-Image.
         clip: c, how far the ratio may move. It is small since log-probabilities are averaged over the latents.
@@ -130,7 +130,7 @@ class FlowGRPO(DiffusionRL):
         if self.update_in_round == 0:  # the same weights drew the round: anything but 1 is rounding, or a fault
             metrics["first_ratio_deviation_max"] = (ratio - 1).abs()
         if self.kl > 0:
-            reference = self.reference_velocity("reference", kept["latents"], kept["timestep"], batch.prompts)
+            reference = self.frozen_velocity("reference", kept["latents"], kept["timestep"], batch.prompts)
             divergence = step.kl(velocity, reference)
             loss, metrics["kl"] = loss + self.kl * divergence, divergence
         return loss, metrics

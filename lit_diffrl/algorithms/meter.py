@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,11 +24,18 @@ class Meter:
         self.sums = {}
 
     def update(self, name: str, value: Tensor) -> None:
-        """Add a scalar or the values of N rows. A name ending in ``_max`` keeps the greatest instead of the mean."""
-        value = value.detach().double().flatten()
-        total, count = self.sums.get(name, [-torch.inf if name.endswith("_max") else 0.0, 0.0])
-        reduced = max(total, value.max().item()) if name.endswith("_max") else total + value.sum().item()
-        self.sums[name] = [reduced, count + len(value)]
+        """Add a scalar or the values of N rows. A name ending in ``_max`` keeps the greatest instead of the mean.
+
+        Without any value the name is noted all the same, so that all ranks know the same ones.
+        """
+        value = value.detach().cpu().double().flatten()  # not every accelerator has doubles
+        keeps_max = name.endswith("_max")
+        total, count = self.sums.get(name, [-math.inf if keeps_max else 0.0, 0.0])
+        if len(value):
+            total = (
+                torch.cat([value, value.new_tensor([total])]).max().item() if keeps_max else total + value.sum().item()
+            )
+        self.sums[name] = [total, count + len(value)]
 
     def compute(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The means and maxima over all ranks, which must have met the same names; starts anew.

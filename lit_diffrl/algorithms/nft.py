@@ -30,7 +30,7 @@ class DiffusionNFT(MatchingRL):
     """Negative-aware fine-tuning.
 
     Args:
-        policy: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`.
+        policy: the model to train.
         beta: how far the implicit policies stand from the old one; 1 or 0.1 in the paper.
         lag: decay of the old policy after each round: a number, or a published schedule over updates: ``copy`` (0),
             ``ramp`` (0.001 an update up to 0.5; type 1) or ``late_ramp`` (0 for 75 updates, then 0.0075 an update up to
@@ -102,14 +102,14 @@ class DiffusionNFT(MatchingRL):
     def loss(self, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
         r = (batch.advantages / self.advantage_clip / 2 + 0.5).clamp(0, 1)
         x = self.renoise(batch, self.levels(batch))
-        old = self.reference_velocity("old", x.latents, x.timestep, batch.prompts)
+        old = self.frozen_velocity("old", x.latents, x.timestep, batch.prompts)
         velocity = self.velocity(x.latents, x.timestep, batch.prompts)
         good = self.error((1 - self.beta) * old + self.beta * velocity, x)
         bad = self.error((1 + self.beta) * old - self.beta * velocity, x)
         loss = (r * good + (1 - r) * bad) * self.advantage_clip / self.beta
         metrics = {"moved": row_mean((velocity - old) ** 2), "optimality": r}
         if self.kl > 0:
-            reference = self.reference_velocity("reference", x.latents, x.timestep, batch.prompts)
+            reference = self.frozen_velocity("reference", x.latents, x.timestep, batch.prompts)
             metrics["kl"] = row_mean((velocity - reference) ** 2)
             loss = loss + self.kl * metrics["kl"]
         return loss, metrics

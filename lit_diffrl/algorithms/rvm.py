@@ -29,7 +29,7 @@ class RVM(MatchingRL):
     """Reward-based velocity matching.
 
     Args:
-        policy: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`.
+        policy: the model to train.
         shaping: the constant by which advantages become r, 0.1 in the paper. It matters relative to ``beta`` only.
         beta: weight of the anchor; 0 costs no forward.
         anchor: ``reference`` (the model before training), ``ema`` (an average of the policy), or ``old`` (the policy
@@ -100,7 +100,7 @@ class RVM(MatchingRL):
         if self.beta == 0:
             return []
         guidance = {"guidance_scale": self.anchor_guidance_scale}
-        return [(self.beta, self.reference_velocity(self.anchor, latents, timestep, prompts, **guidance))]
+        return [(self.beta, self.frozen_velocity(self.anchor, latents, timestep, prompts, **guidance))]
 
 
 def velocity_matching(

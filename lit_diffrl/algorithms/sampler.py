@@ -15,6 +15,7 @@ from lit_diffrl.policies.base import Conditioning, Grid, Policy, Size
 from lit_diffrl.policies.conditioning import PromptCache
 from lit_diffrl.policies.roles import DEFAULT
 from lit_diffrl.rollouts import Rollout, RolloutDataModule, hooks
+from lit_diffrl.rollouts.advantages import finite_mean
 from lit_diffrl.sampling import Kernel, Schedule, sample
 from lit_diffrl.sampling.noise import INITIAL, STEP, randn
 from lit_diffrl.sampling.solvers import SolverName
@@ -73,6 +74,21 @@ class DiffusionSampler(L.LightningModule):
         self.forward_rows = self.backward_rows = 0
         self._parts: list[Rollout] = []
 
+    def setup(self, stage: str) -> None:
+        """Refuse the precisions that would round what must not be rounded.
+
+        Raises:
+            ValueError: for ``16-true`` and ``bf16-true``.
+        """
+        precision = self.trainer.precision
+        if precision in ("16-true", "bf16-true"):
+            dtype = "float16" if precision == "16-true" else "bfloat16"
+            raise ValueError(
+                f"trainer.precision is {precision!r}, which would cast trainable weights and noise levels too: use "
+                f"policy.dtype {dtype!r} with LoRA and trainer.precision '32-true', or "
+                f"'{precision.removesuffix('-true')}-mixed'"
+            )
+
     def configure_model(self) -> None:
         """Load the policy and settle the size of its media."""
         self.policy.load()
@@ -118,11 +134,16 @@ class DiffusionSampler(L.LightningModule):
             return self.policy.velocity(latents, timestep, cond, uncond, guidance_scale, size=self.size)
 
     @torch.no_grad()
-    def reference_velocity(
+    def frozen_velocity(
         self, role: str, latents: Tensor, timestep: Tensor, prompts: list[str], **options: Any
     ) -> Tensor:
-        """:meth:`velocity` of another role, without gradient."""
-        return self.velocity(latents, timestep, prompts, role=role, **options)
+        """:meth:`velocity` of another role, without gradient and without dropout."""
+        training = self.policy.training
+        self.policy.eval()
+        try:
+            return self.velocity(latents, timestep, prompts, role=role, **options)
+        finally:
+            self.policy.train(training)
 
     def conditioning(self, prompts: list[str], guidance_scale: float) -> tuple[Conditioning, Conditioning | None]:
         """Embeddings of the prompts and, where guidance needs them, of the negative prompt."""
@@ -214,10 +235,12 @@ class DiffusionSampler(L.LightningModule):
             raise RuntimeError("no reward callback scored the evaluation: add one under `rewards:`")
         stage = "test" if self.trainer.testing else "val"
         self.scores, sources = self._gather(rollout)
-        metrics = {f"{stage}/{name}": _mean(score) for name, score in self.scores.items()}
+        reward = self.scores["reward"]
+        metrics = {f"{stage}/{name}": finite_mean(score) for name, score in self.scores.items()}
+        metrics[f"{stage}/failed"] = float(reward.isnan().sum())
         names = self._sources
         if len(names) > 1:
-            metrics |= {f"{stage}/source/{s}": _mean(self.scores["reward"][sources == i]) for i, s in enumerate(names)}
+            metrics |= {f"{stage}/source/{s or 'none'}": finite_mean(reward[sources == i]) for i, s in enumerate(names)}
         # Every rank holds the same numbers already, since Lightning's mean over ranks of unequal counts is wrong.
         self.log_dict(metrics, sync_dist=True)
         self.log(f"{stage}_reward", metrics[f"{stage}/reward"], prog_bar=True, logger=False, sync_dist=True)
@@ -243,8 +266,12 @@ class DiffusionSampler(L.LightningModule):
         absent = {k: torch.tensor([not s.applies(x) for x in rollout.sources]) for k, s in rollout.reward_specs.items()}
         scores = {k: x.double() for k, x in rollout.rewards.items()}
         counted = [torch.where(absent[k], 0.0, scores[k]) * w for k, w in weights.items() if w != 0]
-        total = torch.stack(counted).sum(0) if counted else torch.full((len(rollout),), torch.nan).double()
-        sources = torch.tensor([self._sources.index(s) for s in rollout.sources])
+        nobody = torch.stack(
+            [absent[k] for k, w in weights.items() if w != 0] or [torch.ones(len(rollout)).bool()]
+        ).all(0)
+        total = torch.where(nobody, torch.nan, sum(counted, torch.zeros(len(rollout), dtype=torch.float64)))
+        names = self._sources
+        sources = torch.tensor([names.index(s) for s in rollout.sources])
         columns = {"index": rollout.sample_ids, "source": sources, "reward": total, **scores}
         table = torch.stack([x.double() for x in columns.values()], 1)
         if self.trainer.world_size > 1:
@@ -253,8 +280,3 @@ class DiffusionSampler(L.LightningModule):
         table = table[table[:, 0] >= 0]
         table = table[table[:, 0].argsort()]
         return {k: table[:, i] for i, k in enumerate(columns) if i >= 2}, table[:, 1].long()
-
-
-def _mean(x: Tensor) -> float:
-    """Mean of the finite values."""
-    return x[x.isfinite()].mean().item()

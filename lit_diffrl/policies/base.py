@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_diffrl.policies.conditioning import Conditioning
 from lit_diffrl.policies.export import export_lora, export_transformer
 from lit_diffrl.policies.lora import LoRA
 from lit_diffrl.policies.roles import Roles
 from lit_diffrl.sampling import Schedule
 
-Conditioning = dict[str, Tensor]
 Grid = Literal["native", "linspace"]
 DType = Literal["float32", "bfloat16", "float16"]
 _EMBEDDED = Path(__file__).parent / "embedded"

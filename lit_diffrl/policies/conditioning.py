@@ -22,13 +22,14 @@ class PromptCache:
 
     Args:
         encode: embeds a list of prompts into tensors that lead with the prompt.
-        capacity: prompts to keep.
+        capacity: bytes to keep; the prompts of one call are kept in any case.
     """
 
-    def __init__(self, encode: Callable[[list[str]], Conditioning], capacity: int = 4096) -> None:
+    def __init__(self, encode: Callable[[list[str]], Conditioning], capacity: int = 2 * 2**30) -> None:
         self.encode = encode
         self.capacity = capacity
         self.entries: OrderedDict[str, Conditioning] = OrderedDict()
+        self.size = 0
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str], device: torch.device) -> Conditioning:
@@ -37,13 +38,19 @@ class PromptCache:
         for first in range(0, len(missing), _BATCH):
             batch = missing[first : first + _BATCH]
             encoded = {k: x.cpu() for k, x in self.encode(batch + batch[-1:] * (_BATCH - len(batch))).items()}
-            self.entries |= {p: {k: x[i] for k, x in encoded.items()} for i, p in enumerate(batch)}
+            for i, prompt in enumerate(batch):
+                self.entries[prompt] = {k: x[i].clone() for k, x in encoded.items()}
+                self.size += _bytes(self.entries[prompt])
         for prompt in dict.fromkeys(prompts):
             self.entries.move_to_end(prompt)
         rows = [self.entries[p] for p in prompts]
-        while len(self.entries) > max(self.capacity, len(set(prompts))):
-            self.entries.popitem(last=False)
+        while self.size > self.capacity and len(self.entries) > len(set(prompts)):
+            self.size -= _bytes(self.entries.popitem(last=False)[1])
         return {k: _pad_stack([row[k] for row in rows]).to(device, non_blocking=True) for k in rows[0]}
+
+
+def _bytes(entry: Conditioning) -> int:
+    return sum(x.nbytes for x in entry.values())
 
 
 def _pad_stack(rows: list[Tensor]) -> Tensor:

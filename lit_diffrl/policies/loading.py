@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from lit_diffrl.policies.lora import LoRA
 
-
-def load_diffusers(pipeline: str, pretrained: str, dtype: torch.dtype, lora: LoRA | None, revision: str | None) -> Any:
+def load_diffusers(pipeline: str, pretrained: str, dtype: torch.dtype, revision: str | None) -> Any:
     """A diffusers pipeline with its weights.
 
     Args:
         pipeline: name of the class in diffusers.
         pretrained: hub id or directory.
-        dtype: of the frozen weights; the transformer is float32 where it is trained as a whole.
-        lora: whether adapters are trained.
+        dtype: of the weights.
         revision: of a hub id.
 
     Raises:

@@ -32,6 +32,10 @@ class LoRA:
         """Check the ranges."""
         if self.rank < 1:
             raise ValueError(f"lora.rank is {self.rank}; it must be at least 1")
+        if self.alpha <= 0:
+            raise ValueError(f"lora.alpha is {self.alpha}; it must be above 0, or the adapter would do nothing")
+        if self.targets is not None and not self.targets:
+            raise ValueError("lora.targets is empty; leave it out for the layers of the model family")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout is {self.dropout}; it must lie in [0, 1)")
 

@@ -7,6 +7,7 @@ copy of the transformer, made only when an algorithm asks for it.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +57,9 @@ class Roles(nn.Module):
             self.copies[name] = copy.deepcopy(transformer).requires_grad_(False)
             return
         config = transformer.peft_config[DEFAULT]
-        transformer.add_adapter(copy.deepcopy(config), adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # that is the point
+            transformer.add_adapter(copy.deepcopy(config), adapter_name=name)
         transformer.set_adapter(DEFAULT)  # the newest adapter is the active one
         self.adapters.append(name)
         for ours, theirs in self._pairs(name):

@@ -45,7 +45,7 @@ class SD3Policy(Policy):
         self.max_sequence_length = max_sequence_length
 
     def load_pipeline(self) -> Any:  # noqa: D102
-        pipeline = load_diffusers("StableDiffusion3Pipeline", self.pretrained, self.dtype, self.lora, self.revision)
+        pipeline = load_diffusers("StableDiffusion3Pipeline", self.pretrained, self.dtype, self.revision)
         if self.max_sequence_length is None:
             limit = pipeline.tokenizer_3.model_max_length if pipeline.tokenizer_3 is not None else 256
             self.max_sequence_length = min(256, limit)

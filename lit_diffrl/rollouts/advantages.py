@@ -139,3 +139,14 @@ def _group_min(x: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """The least value of the valid members of each group, +inf for a group without any."""
     start = torch.full((int(groups.max()) + 1,), torch.inf, dtype=torch.float64, device=x.device)
     return start.scatter_reduce(0, groups, torch.where(valid, x, torch.inf), "amin")
+
+
+def finite_mean(x: Tensor) -> float:
+    """Mean of the finite values; NaN without any."""
+    return x[x.isfinite()].mean().item()
+
+
+def finite_std(x: Tensor) -> float:
+    """Population standard deviation of the finite values; NaN without any."""
+    x = x[x.isfinite()]
+    return x.std(correction=0).item() if len(x) else torch.nan

@@ -71,14 +71,14 @@ class RolloutDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Check the round, tell the trainer how many micro-batches make an update, and print the derived numbers."""
         trainer = self._trainer
+        rewards = [c for c in trainer.callbacks if getattr(c, "is_reward", False)]  # type: ignore[attr-defined]
+        if stage != "predict" and not rewards:
+            raise ValueError("no reward: add one under `rewards:` or to Trainer(callbacks=[...])")
         if stage != "fit":
             if not {"validate": self.val_prompts, "test": self.test_prompts, "predict": self.predict_prompts}[stage]:
                 raise ValueError(f"`{stage}` needs prompts: set data.val_prompts or data.{stage}_prompts")
             return
         module: Any = trainer.lightning_module
-        rewards = [c for c in trainer.callbacks if getattr(c, "is_reward", False)]  # type: ignore[attr-defined]
-        if not rewards:
-            raise ValueError("no reward: add one under `rewards:` or to Trainer(callbacks=[...])")
         check_specs([reward.spec for reward in rewards], module.advantage_options["combine"])
         self.geometry = self._geometry(module.rows_per_sample, trainer.world_size)
         self.geometry.check(module.needs_groups)

@@ -115,8 +115,7 @@ def split_into_updates(seed: int, round_: int, geometry: Geometry, rank: int) ->
     """Which of a rank's samples each update of a round learns from, as local indices.
 
     Every run of ``updates_per_round`` consecutive samples gives one to each update, at random: all ranks then hold
-        equally
-    many, each update sees its share of every group, and the split does not depend on the number of ranks.
+    equally many, each update sees its share of every group, and the split does not depend on the number of ranks.
     """
     updates: list[list[int]] = [[] for _ in range(geometry.updates_per_round)]
     first = rank * geometry.samples_per_rank

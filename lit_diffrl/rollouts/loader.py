@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_diffrl.rollouts import hooks
-from lit_diffrl.rollouts.advantages import advantages
+from lit_diffrl.rollouts.advantages import advantages, finite_mean, finite_std
 from lit_diffrl.rollouts.geometry import draw_prompts, sample_seed, split_into_updates
 from lit_diffrl.rollouts.rollout import Rollout
 
@@ -132,15 +132,17 @@ class RolloutLoader:
         rollout.valid = outcome.valid[here]
         whole = ["/" not in name for name in names]  # a part of a reward, name/part, may not apply by nature
         self.metrics = {
-            "reward/mean": _mean(outcome.reward),
-            "reward/std": _std(outcome.reward),
+            "reward/mean": finite_mean(outcome.reward),
+            "reward/std": finite_std(outcome.reward),
             "reward/flat_groups": outcome.flat_groups,
             "reward/failed": float((scores.isnan() & applies)[:, whole].sum()),
-            **{f"reward/{name}": _mean(scores[:, i]) for i, name in enumerate(names)},
-            **{f"reward/{name}/std": _std(scores[:, i]) for i, name in enumerate(names) if whole[i]},
+            **{f"reward/{name}": finite_mean(scores[:, i]) for i, name in enumerate(names)},
+            **{f"reward/{name}/std": finite_std(scores[:, i]) for i, name in enumerate(names) if whole[i]},
         }
         if len(sources) > 1:  # every source in every round, since loggers and ranks want a fixed set of names
-            self.metrics |= {f"source/{s}": _mean(outcome.reward[source_ids == i]) for i, s in enumerate(sources)}
+            self.metrics |= {
+                f"source/{s or 'none'}": finite_mean(outcome.reward[source_ids == i]) for i, s in enumerate(sources)
+            }
         return bool(outcome.valid.any())
 
     def _gather(self, table: Tensor) -> Tensor:
@@ -170,35 +172,42 @@ class RolloutLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The scalars of the round; inside a round the samples of all ranks and the place in them as well."""
-        state = {"unscored_rounds": self.unscored_rounds, "metrics": self.metrics}
-        if self.buffer is None:
-            return state
-        buffer: dict[str, Any] = self.buffer.state_dict()
-        buffers: list[Any] | None = [buffer]
+        """The scalars of the round on every rank; inside a round the samples and the place in them as well."""
+        mine = {
+            "meter": self.module.meter.sums,
+            "buffer": None if self.buffer is None else self.buffer.state_dict(),
+        }
+        ranks: list[Any] | None = [mine]
         if self.trainer.world_size > 1:  # called on every rank, while only rank 0 writes
-            buffers = [None] * self.trainer.world_size if self.trainer.is_global_zero else None
-            torch.distributed.gather_object(buffer, buffers)
-        return state | {"round": self.round, "position": self.position, "buffers": buffers}
+            ranks = [None] * self.trainer.world_size if self.trainer.is_global_zero else None
+            torch.distributed.gather_object(mine, ranks)
+        return {
+            "unscored_rounds": self.unscored_rounds,
+            "metrics": self.metrics,
+            "round": self.round,
+            "position": self.position,
+            "geometry": vars(self.data.geometry),
+            "ranks": ranks,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a half-learnt round again."""
+        """Take up a half-learnt round again.
+
+        Raises:
+            ValueError: if the round was cut in another way, by other ranks or batches.
+        """
         self.unscored_rounds, self.metrics = state["unscored_rounds"], state["metrics"]
-        if "buffers" in state:
-            if len(state["buffers"]) != self.trainer.world_size:
-                raise ValueError(
-                    f"the checkpoint was written inside a round on {len(state['buffers'])} ranks, but there are "
-                    f"{self.trainer.world_size} now: resume on as many, or from a checkpoint at the end of a round"
-                )
-            self.round, self.position = state["round"], state["position"]
-            self.buffer = Rollout.from_state(state["buffers"][self.trainer.global_rank])
-
-
-def _mean(x: Tensor) -> float:
-    """Mean of the finite values."""
-    return x[x.isfinite()].mean().item()
-
-
-def _std(x: Tensor) -> float:
-    """Population standard deviation of the finite values."""
-    return x[x.isfinite()].std(correction=0).item()
+        self.round, self.position = state["round"], state["position"]
+        ours, theirs = vars(self.data.geometry), state["geometry"]
+        changed = [k for k in ours if k != "rollout_batch_size" and ours[k] != theirs[k]]
+        inside = state["ranks"][0]["buffer"] is not None
+        if inside and changed:
+            raise ValueError(
+                "the checkpoint was written inside a round, which cannot go on with "
+                + ", ".join(f"{k} {ours[k]} instead of {theirs[k]}" for k in changed)
+                + ": resume with the old values, or from a checkpoint at the end of a round"
+            )
+        if "world_size" not in changed:
+            mine = state["ranks"][self.trainer.global_rank]
+            self.module.meter.sums = mine["meter"]
+            self.buffer = Rollout.from_state(mine["buffer"]) if inside else None

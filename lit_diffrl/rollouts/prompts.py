@@ -47,8 +47,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     if not path.is_file():
         raise FileNotFoundError(f"prompt file {path} does not exist")
     read = _text if path.suffix == ".txt" else _json
-    lines = path.read_text(encoding="utf-8").splitlines()
-    prompts = [read(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+    with path.open(encoding="utf-8") as file:  # not splitlines(), which cuts at separators within a JSON string too
+        prompts = [read(line, f"{path}, line {i}") for i, line in enumerate(file, 1)]
     if not prompts:
         raise ValueError(f"prompt file {path} is empty")
     repeated = [text for text, n in Counter(p.text for p in prompts).items() if n > 1]

@@ -1,8 +1,7 @@
 r"""Stochastic steps of a flow: Gaussian transitions with the marginals (nearly) of the deterministic flow.
 
-Conventions: ``x_s = (1 - s) x_0 + s eps`` with the noise level ``s`` (sigma) from 1 (noise) to 0 (data), and the
-    velocity
-``v = eps - x_0``. A step goes from ``s`` to ``s' < s`` with ``dt = s' - s < 0``. Every kernel is affine in both the
+Conventions: ``x_s = (1 - s) x_0 + s eps`` with the noise level ``s`` (sigma) from 1 (noise) to 0 (data), velocity
+``v = eps - x_0``, and a step goes from ``s`` to ``s' < s`` with ``dt = s' - s < 0``. Every kernel is affine in both the
 latents and the velocity,
 
     x' = a x + b v + std z,      z ~ N(0, I),

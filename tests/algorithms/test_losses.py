@@ -177,7 +177,7 @@ def test_rvm_matches_velocities_with_signed_weights_and_an_anchor(anchor):
     module, batch = make(RVM, beta=0.2, anchor=anchor, shaping=0.1), clean([2.0, -3.0, 0.5])
     loss, metrics, x = recorded(module, batch)
     v = module.velocity(x.latents, x.timestep, batch.prompts)
-    anchored = module.reference_velocity(anchor, x.latents, x.timestep, batch.prompts)
+    anchored = module.frozen_velocity(anchor, x.latents, x.timestep, batch.prompts)
     assert (v - anchored).abs().max() > 0.1
     r = 0.1 * batch.advantages
     expected = literal(v, x.target, r, 0.2, anchored)
@@ -191,8 +191,8 @@ def test_the_anchor_of_rvm_can_be_guided():
     module, batch = make(RVM, beta=1.0, anchor_guidance_scale=3.0, negative_prompt="no"), clean([0.0, 0.0])
     x = module.renoise(batch, torch.tensor([0.5, 0.5]))
     (weight, guided), *_ = module.anchors(x.latents, x.timestep, batch.prompts)
-    cond = module.reference_velocity("reference", x.latents, x.timestep, batch.prompts, guidance_scale=1)
-    uncond = module.reference_velocity("reference", x.latents, x.timestep, ["no", "no"], guidance_scale=1)
+    cond = module.frozen_velocity("reference", x.latents, x.timestep, batch.prompts, guidance_scale=1)
+    uncond = module.frozen_velocity("reference", x.latents, x.timestep, ["no", "no"], guidance_scale=1)
     assert weight == 1
     torch.testing.assert_close(guided, uncond + 3 * (cond - uncond), atol=1e-6, rtol=0)
 
@@ -258,8 +258,8 @@ def test_nft_regresses_two_mirrored_velocities(beta, adaptive):
     module, batch = make(DiffusionNFT, beta=beta, adaptive=adaptive, kl=0.3), clean([2.0, -4.0, 0.5])
     loss, _, x = recorded(module, batch)
     v = module.velocity(x.latents, x.timestep, batch.prompts)
-    old = module.reference_velocity("old", x.latents, x.timestep, batch.prompts)
-    reference = module.reference_velocity("reference", x.latents, x.timestep, batch.prompts)
+    old = module.frozen_velocity("old", x.latents, x.timestep, batch.prompts)
+    reference = module.frozen_velocity("reference", x.latents, x.timestep, batch.prompts)
     r, t, expected = torch.tensor([0.7, 0.1, 0.55]), x.level.view(-1, 1, 1, 1), 0.0
     for share, branch in ((r, (1 - beta) * old + beta * v), (1 - r, (1 + beta) * old - beta * v)):
         error = rows((branch - x.target) ** 2)
@@ -282,7 +282,7 @@ def test_plain_nft_is_velocity_matching_anchored_at_the_old_policy(beta):
         module.policy.move(seed)
         loss, _, x = recorded(module, batch)
         v = module.velocity(x.latents, x.timestep, batch.prompts)
-        old = module.reference_velocity("old", x.latents, x.timestep, batch.prompts)
+        old = module.frozen_velocity("old", x.latents, x.timestep, batch.prompts)
         gaps.append((loss / 10 - literal(v, x.target, r, beta - r, old)).detach())  # 1/(2 beta) of the two branches
         ours = velocity_matching(v, x.target, r, (beta - r, old))
         a, b = gradient(loss.sum() / 10, module.policy), gradient(ours.sum(), module.policy)
@@ -402,7 +402,7 @@ def transitions(module, advantages: list[float], log_ratios: list[float] | None 
     sigmas = module.schedule().sigmas
     x, noise = randn(SHAPE, list(range(n)), 1), randn(SHAPE, list(range(n)), 2)
     batch = Rollout([f"p{'x' * i}" for i in range(n)], advantages=torch.tensor(advantages))
-    old = module.reference_velocity("old", x, 1000 * sigmas[:n], batch.prompts)
+    old = module.frozen_velocity("old", x, 1000 * sigmas[:n], batch.prompts)
     step = module.kernel.transition(sigmas[:n], sigmas[1 : n + 1], sigmas, 4)
     mean = step.mean(x, old)
     x_next = mean + step.std * noise
@@ -436,7 +436,7 @@ def test_flow_grpo_has_the_clipped_loss_of_its_paper():
     loss, metrics = module.loss(batch)
     kept, expected, ratios, divergences = batch.transitions, [], [], []
     v = module.velocity(kept["latents"], kept["timestep"], batch.prompts).double()
-    reference = module.reference_velocity("reference", kept["latents"], kept["timestep"], batch.prompts).double()
+    reference = module.frozen_velocity("reference", kept["latents"], kept["timestep"], batch.prompts).double()
     for k, advantage in enumerate([1.5, -2.0, 0.7]):
         a, b, std = flow(SIGMAS, k, 0.7)
         x, x_next = kept["latents"][k].double(), kept["next_latents"][k].double()

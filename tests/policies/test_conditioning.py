@@ -39,7 +39,7 @@ def test_a_prompt_is_encoded_once():
 
 
 def test_the_least_recently_used_prompt_is_forgotten_first():
-    cache = PromptCache(lambda texts: {"x": torch.zeros(len(texts), 1)}, capacity=2)
+    cache = PromptCache(lambda texts: {"x": torch.zeros(len(texts), 1)}, capacity=8)
     for batch in (["a"], ["b"], ["a"], ["c"]):
         cache(batch, torch.device("cpu"))
     assert set(cache.entries) == {"a", "c"}

@@ -285,3 +285,38 @@ def test_a_sample_that_went_astray_does_not_spoil_the_update_of_its_siblings(sd3
     assert run.callback_metrics["train/skipped_updates"] == 0
     assert run.callback_metrics["train/grad_norm"] > 0
     assert all(p.isfinite().all() for p in helpers.weights(module).values())
+
+
+def test_masked_samples_are_in_no_metric(sd35_folder, prompt_file):
+    module = helpers.algorithm("flow_grpo", sd35_folder)
+    collect = module.collect
+
+    def astray(rollout, round_):
+        rollout = collect(rollout, round_)
+        rollout.media[2] = math.nan
+        for x in rollout.transitions.values():
+            x[2] = math.nan if x.ndim > 2 else x[2] + 5  # a log-probability that is off
+        return rollout
+
+    module.collect = astray
+    run = helpers.trainer(max_epochs=1)
+    run.fit(module, datamodule=helpers.data(prompt_file))
+    assert run.callback_metrics["train/first_ratio_deviation_max"] <= 1e-6
+    assert run.callback_metrics["train/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_evaluation_without_a_reward_is_refused_before_the_model_loads(sd35_folder, prompt_file, stage):
+    module = helpers.algorithm("rvm_reference", sd35_folder)
+    run = helpers.trainer()
+    run.callbacks = [c for c in run.callbacks if not getattr(c, "is_reward", False)]
+    with pytest.raises(ValueError, match="no reward"):
+        getattr(run, stage)(module, datamodule=helpers.data(prompt_file))
+    assert module.policy.pipeline is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_precisions_that_round_weights_and_noise_levels_are_refused(sd35_folder, prompt_file, precision):
+    module = helpers.algorithm("rvm_reference", sd35_folder)
+    with pytest.raises(ValueError, match=r"trainer\.precision"):
+        helpers.trainer(precision=precision).fit(module, datamodule=helpers.data(prompt_file))

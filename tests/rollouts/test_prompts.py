@@ -73,3 +73,9 @@ def test_the_embedded_prompts_do_not_repeat_over_their_files():
     texts = [{p.text for p in part} for part in (train, val, test)]
     assert all(len(t) == len(p) for t, p in zip(texts, (train, val, test)))
     assert not texts[0] & texts[1] and not texts[0] & texts[2] and not texts[1] & texts[2]
+
+
+def test_separators_within_a_json_string_do_not_cut_the_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\n{"prompt": "three\u0085"}\n', encoding="utf-8")
+    assert [p.text for p in load_prompts(path)] == ["one\u2028two", "three"]
