@@ -15,6 +15,7 @@ import diffusers
 import torch
 from diffusers import AutoencoderTiny
 from pipeline import assemble, load
+from pipeline import save as save_pipeline
 from prompts import held_out, write
 from quality import HEADER, line, quality
 from transformer import T5_TOKENS, Base, Recipe, train_base
@@ -43,7 +44,7 @@ def main() -> None:
     wanted = held_out("val")
 
     def save(base: Base) -> None:
-        assemble(vae, base.transformer, base.encoders, base.tokenizer).save_pretrained(args.out)
+        save_pipeline(assemble(vae, base.transformer, base.encoders, base.tokenizer), args.out)
 
     def report(step: int, loss: float, base: Base) -> None:
         save(base)

@@ -1,6 +1,7 @@
 """Assembles the parts into a genuine ``StableDiffusion3Pipeline``, small enough to ship with a package."""
 
 import copy
+import json
 from pathlib import Path
 
 import torch
@@ -112,6 +113,19 @@ def encode(encoders: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Tensor]:
     outputs = [encoder(ids, output_hidden_states=True) for encoder in encoders]
     context = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
     return nn.functional.pad(context, (0, 0, 0, 1)), torch.cat([output[0] for output in outputs], dim=-1)
+
+
+def save(pipeline: StableDiffusion3Pipeline, directory: Path) -> None:
+    """Save a pipeline, with configs that a plain ``from_pretrained`` reads without a remark, into float32."""
+    pipeline.save_pretrained(directory)
+    for file in directory.glob("*/config.json"):
+        config = json.loads(file.read_text())
+        config.pop("_name_or_path", None)
+        if config.get("_class_name") == "AutoencoderTiny":
+            config.pop("block_out_channels")  # written by the class, which then complains about it
+        if "dtype" in config:
+            config["dtype"] = "float32"  # a text encoder in half precision beside a transformer in full does not run
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def assemble(

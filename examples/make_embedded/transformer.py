@@ -60,9 +60,9 @@ class Recipe:
     )
     level: float = 1.3
     simple_level: float = 2.0
-    clean: float = 0.75
+    clean: float = 0.61
     corrupted: dict[str, float] = field(
-        default_factory=lambda: {"single": 0.03, "count": 0.25, "pair": 0.3, "relation": 0.3}
+        default_factory=lambda: {"single": 0.0, "count": 0.15, "pair": 0.2, "relation": 0.2}
     )
     dropped: float = 0.1
     long_every: int = 6

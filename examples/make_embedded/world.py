@@ -60,7 +60,7 @@ def sample_compositions(
 
 
 def corrupt(composition: Composition, rng: random.Random) -> Composition:
-    """Changes one attribute (colour, shape, number or relation) into a wrong one; never into a held-out prompt."""
+    """Makes one attribute (colour, shape, number or relation) wrong; the kind stays, and nothing held out appears."""
     while True:
         objects, relation = list(composition.objects), composition.relation
         old = rng.choice(objects)
@@ -80,7 +80,7 @@ def corrupt(composition: Composition, rng: random.Random) -> Composition:
             wrong = Composition(tuple(objects), composition.background, relation)
         except ValueError:
             continue
-        if wrong != composition and split(wrong) == "train":
+        if wrong != composition and wrong.kind == composition.kind and split(wrong) == "train":
             return wrong
 
 
