@@ -48,8 +48,12 @@ class Comparison(NamedTuple):
         return f"{verb} {values}, {margin}, {abs(self.ratio):.3g} standard errors"
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Before, after, difference and prompts for a table."""
-        change = f"{self.difference:+.4f} ± {self.standard_error:.4f}"
+        """Before, after, difference and prompts for a table; a figure that there is not is left out."""
+        if self.prompts == 0:
+            return "-", "-", "-", "0"
+        change = f"{self.difference:+.4f}"
+        if math.isfinite(self.standard_error):
+            change += f" ± {self.standard_error:.4f}"
         if math.isfinite(self.ratio):
             change += f" ({self.ratio:+.1f})"
         return f"{self.before:.4f}", f"{self.after:.4f}", change, str(self.prompts)

@@ -10,6 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+STATE_KEY = "EMA"
+"""Under which a checkpoint's ``callbacks`` hold the average."""
+
 
 class EMA(Callback):
     """Averages the trainable parameters over updates, and puts the average in their place outside of training.
@@ -45,6 +48,11 @@ class EMA(Callback):
         self.step = 0
         self.updates = 0
         self._live: dict[str, Tensor] = {}
+
+    @property
+    def state_key(self) -> str:
+        """One for subclasses too, so that their average is found in checkpoints."""
+        return STATE_KEY
 
     @property
     def swapped_in(self) -> bool:
@@ -145,7 +153,7 @@ def averaged_state_dict(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     Raises:
         ValueError: if the checkpoint holds no average.
     """
-    average = checkpoint.get("callbacks", {}).get("EMA", {}).get("average")
+    average = checkpoint.get("callbacks", {}).get(STATE_KEY, {}).get("average")
     if not average:
         raise ValueError(
             "the checkpoint holds no average: it was trained without the callback EMA, or not up to start_step"

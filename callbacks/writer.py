@@ -7,10 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from PIL import Image
 
-from lit_diffrl.callbacks.checks import check_media
+from lit_diffrl.callbacks.checks import check_media, flaws
 from lit_diffrl.callbacks.encode import DEFAULT_FPS, gif, to_pil
 from lit_diffrl.callbacks.sheet import caption_font, contact_sheet, fit
 from lit_diffrl.rollouts import Rollout
@@ -52,6 +52,7 @@ class SampleWriter(BasePredictionWriter):
         self._folder = Path()
         self._records: dict[int, dict[str, Any]] = {}
         self._tiles: dict[int, Image.Image] = {}
+        self._warned = False
 
     def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Make the folder."""
@@ -79,7 +80,12 @@ class SampleWriter(BasePredictionWriter):
             raise TypeError(
                 f"SampleWriter: predict_step returned {type(prediction).__name__}; it must return a Rollout"
             )
-        check_media(prediction, "any", "SampleWriter")
+        usable = check_media(prediction, "any", "SampleWriter")
+        if not usable.all() and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"SampleWriter: {flaws(prediction.media, usable)}; they are written all the same (said once)"
+            )
         for i, number in enumerate(prediction.sample_ids.tolist()):
             if number >= 0:  # else it pads the batches of several ranks
                 self._write(prediction, i, number)

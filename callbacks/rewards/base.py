@@ -2,8 +2,8 @@
 
 import math
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import lightning as L
@@ -11,16 +11,20 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_diffrl.callbacks.checks import MediaKind, check_media
+from lit_diffrl.callbacks.checks import MediaKind, check_media, flaws
 from lit_diffrl.rollouts import RewardSpec, Rollout, RolloutCallback, RolloutDataModule
+
+# The log has them beside the rewards, as `reward/<name>` and `val/<name>`, and `std` of each as `reward/<name>/std`.
+_TAKEN_NAMES = ("reward", "mean", "std", "failed", "flat_groups")
+_TAKEN_PARTS = ("std",)
 
 
 class Reward(RolloutCallback):
     """Scores samples; a subclass says how in :meth:`score`, and loads what it needs in :meth:`load`.
 
-    A sample that cannot be scored (its media are not finite, :meth:`score` raises for it or returns a value that is not
-    finite) gets NaN, is counted in ``failed``, and does not touch its siblings. If every sample of the very first batch
-    fails, the mistake is taken to be in the program and raised.
+    A sample that cannot be scored (its media are not finite or not in [0, 1], :meth:`score` raises for it or returns a
+    value that is not finite) gets NaN, is counted in ``reward/failed``, and does not touch its siblings. If every
+    sample of the very first batch fails, the mistake is taken to be in the program and raised.
 
     Class attributes:
         requires: the media that it reads, ``image``, ``video`` or ``any``.
@@ -28,8 +32,6 @@ class Reward(RolloutCallback):
 
     Attributes:
         name: under which it is logged; the key in the config, and otherwise the class's name in snake case.
-        failed: samples that could not be scored since the last round began, on this rank.
-        seconds: spent on scoring since the last round began, on this rank.
 
     Args:
         weight: factor of the reward in the sum; may be negative, and 0 only watches.
@@ -74,8 +76,6 @@ class Reward(RolloutCallback):
         self.scale = scale
         self.shift = shift
         self.device = device
-        self.failed = 0
-        self.seconds = 0.0
         self._loaded_on: torch.device | None = None
         self._proven = False
         self._warned: set[str] = set()
@@ -93,7 +93,10 @@ class Reward(RolloutCallback):
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def load(self, device: torch.device) -> None:
-        """Load models onto ``device``. Called once, before the first score and never in ``predict``."""
+        """Load models onto ``device``. Called once, before the first score and never in ``predict``.
+
+        By then everything that is checked at the start has been, of the other rewards and of the algorithm too.
+        """
 
     def score(self, rollout: Rollout) -> Tensor:
         """One number for each sample, (B,), NaN where a sample cannot be scored.
@@ -108,11 +111,8 @@ class Reward(RolloutCallback):
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        """Check that it fits the model, the prompts and the other rewards, and load it."""
-        others = [c.name for c in trainer.callbacks if isinstance(c, Reward) and c is not self]  # type: ignore[attr-defined]
-        if self.name in others or self.name in ("", "reward"):
-            why = "another reward has it" if self.name in others else "`reward` is the combined one"
-            raise ValueError(f"{type(self).__name__} cannot have the name {self.name!r}: {why}")
+        """Check that it fits the model, the prompts and the other rewards."""
+        self._check_names(trainer)
         kind = module.policy.kind if self.requires != "any" else "any"
         if kind != self.requires:
             raise ValueError(
@@ -120,50 +120,79 @@ class Reward(RolloutCallback):
                 f"{type(module.policy).__name__} makes {kind}s: use a reward for {kind}s or another policy"
             )
         self._check_sources(trainer)
-        if stage != "predict":
-            self._ensure_loaded(trainer)
 
-    def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule, total: int) -> None:
-        """Count anew."""
-        self.failed, self.seconds = 0, 0.0
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Load it, now that the start-up checks of all rewards have passed: models may take minutes."""
+        self._ensure_loaded(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Load it, if this is not within ``fit``."""
+        self._ensure_loaded(trainer)
+
+    def on_test_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Load it."""
+        self._ensure_loaded(trainer)
 
     @torch.no_grad()
     def on_rollout_batch_end(self, trainer: L.Trainer, module: L.LightningModule, rollout: Rollout) -> None:
         """Fill ``rollout.rewards``, (B,) float32 on the media's device, NaN where not scored, and ``reward_specs``."""
-        start = time.monotonic()
         device = self._ensure_loaded(trainer)
-        finite = check_media(rollout, self.requires, f"the reward {self.name}").cpu()
+        usable = check_media(rollout, self.requires, f"the reward {self.name}").cpu()
         spec = self.spec
         due = torch.tensor([spec.applies(source) for source in rollout.sources], dtype=torch.bool)
-        columns = torch.full((len(rollout), 1 + len(self.parts)), math.nan)
+        columns = torch.full((len(rollout), 1 + len(self.parts)), math.nan, dtype=torch.float32)
         error: Exception | None = None
         # Scores keep their digits in a run that is half precision elsewhere.
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), _default_dtype(torch.float32):
             seen = rollout.without("reward_specs")
             seen.transitions, seen.rewards = {}, {}
-            todo = (due & finite).nonzero()[:, 0]
+            todo = (due & usable).nonzero()[:, 0]
             for rows in todo.split(self.batch_size or len(todo)) if len(todo) else ():
                 columns[rows], raised = self._columns(seen[rows])
                 error = error or raised
         columns[:, 0] = columns[:, 0] * self.scale + self.shift
         columns[~columns.isfinite()] = math.nan
         missing = due & columns[:, 0].isnan()
-        self._account(missing, due, finite, error)
+        broken = due & ~usable
+        self._account(missing, broken, due, error)
+        if broken.any():
+            self._warn("media", f"the media of {flaws(rollout.media, usable)}; they are masked")
         names = [self.name, *(f"{self.name}/{part}" for part in self.parts)]
         columns = columns.to(rollout.media.device)
         for i, name in enumerate(names):
             rollout.rewards[name] = columns[:, i]
             rollout.reward_specs[name] = spec if i == 0 else RewardSpec(0.0, None, spec.applies_to)
-        self.seconds += time.monotonic() - start
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _ensure_loaded(self, trainer: L.Trainer) -> torch.device:
         if self._loaded_on is None:
             device = trainer.strategy.root_device if self.device == "auto" else torch.device(self.device)
-            self.load(device)
+            # Weights made in inference mode would stay unusable outside of it, as in a `fit` that follows a `validate`.
+            with torch.inference_mode(False):
+                self.load(device)
             self._loaded_on = device
         return self._loaded_on
+
+    def _check_names(self, trainer: L.Trainer) -> None:
+        others = [c.name for c in trainer.callbacks if isinstance(c, Reward) and c is not self]  # type: ignore[attr-defined]
+        if self.name in others:
+            why = "another reward has it"
+        elif self.name in _TAKEN_NAMES:
+            why = f"`{self.name}` is a figure of all rewards together"
+        elif not self.name:
+            why = "it is empty"
+        elif "/" in self.name:
+            why = "what follows `/` is a part of a reward"
+        else:
+            why = ""
+        if why:
+            raise ValueError(f"{type(self).__name__} cannot have the name {self.name!r}: {why}")
+        if taken := [part for part in self.parts if not part or part in _TAKEN_PARTS]:
+            raise ValueError(
+                f"{type(self).__name__} cannot have a part {taken[0]!r}: "
+                + (f"`reward/{self.name}/{taken[0]}` is logged of every reward" if taken[0] else "it is empty")
+            )
 
     def _check_sources(self, trainer: L.Trainer) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -183,7 +212,7 @@ class Reward(RolloutCallback):
             score = self.score(part)
         except Exception as e:
             if len(rollout) == 1:
-                return torch.full((1, 1 + len(self.parts)), math.nan), e
+                return torch.full((1, 1 + len(self.parts)), math.nan, dtype=torch.float32), e
             self._warn("chunk", f"scoring {len(rollout)} samples at once failed, so they are scored one by one: {e!r}")
             singles = [self._columns(rollout[i : i + 1]) for i in range(len(rollout))]
             return torch.cat([c for c, _ in singles]), next((e for _, e in singles if e), None)
@@ -201,27 +230,34 @@ class Reward(RolloutCallback):
                 )
         return torch.stack([c.float().cpu() for c in columns], 1), None
 
-    def _account(self, missing: Tensor, due: Tensor, finite: Tensor, error: Exception | None) -> None:
-        self.failed += int(missing.sum())
-        broken = int((due & ~finite).sum())
+    def _account(self, missing: Tensor, broken: Tensor, due: Tensor, error: Exception | None) -> None:
         if not self._proven and due.any():
-            if (missing & (~finite | (error is not None))).sum() == due.sum():
+            if (missing & (broken | (error is not None))).sum() == due.sum():
                 raise RuntimeError(
                     f"the reward {self.name} could not score any of the first {int(due.sum())} samples: "
-                    + (f"{error!r}" if error else "their media are not finite")
+                    + (f"{error!r}" if error else "their media are not finite, or not in [0, 1]")
                 ) from error
             self._proven = True
         if error is not None:
             self._warn("error", f"a sample could not be scored and is masked: {error!r}")
-        if broken:
-            self._warn("media", f"the media of {broken} of {len(finite)} samples are not finite; they are masked")
-        if error is None and missing.sum() > broken:
+        if error is None and missing.sum() > broken.sum():
             self._warn("score", "a score is not finite; the sample is masked")
 
     def _warn(self, about: str, text: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
             rank_zero_warn(f"reward {self.name}: {text} (said once; see `reward/failed` for how many)")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Has tensors made in that dtype: in a run in half precision Lightning's steps make them in half precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class FunctionReward(Reward):

@@ -207,7 +207,8 @@ def score(images: Tensor, wanted: Sequence[Composition]) -> dict[str, Tensor]:
     holds = _relation_holds(worth, found, relation)
     right_ground = found.background == ground
     soft = total / larger
-    soft = soft * torch.where((relation >= 0) & ~holds, _PENALTY, 1.0) * torch.where(right_ground, 1.0, _PENALTY)
+    soft = torch.where((relation >= 0) & ~holds, _PENALTY * soft, soft)
+    soft = torch.where(right_ground, soft, _PENALTY * soft)
     right = right_ground & (n_found == n_needed) & (n_exact == n_needed) & (holds | (relation < 0))
     return {
         "strict": right.float(),

@@ -122,13 +122,14 @@ def measure(images: Tensor) -> Measurements:
     rim = torch.where(component > 0, component, grown)
     names = (root + 1)[present][:, None]
     weight = (rim[owner] == names) * cover[owner]  # (M, HW)
-    votes = torch.zeros(len(owner), len(COLOURS), device=images.device)
+    votes = pixels.new_zeros(len(owner), len(COLOURS))
     votes.scatter_add_(1, label[owner].clamp(min=0), ((component[owner] == names) & (label[owner] >= 0)).float())
     share = votes / size[present][:, None]
 
     area = weight.sum(1)
-    ys = torch.arange(height, device=images.device).repeat_interleave(width) + 0.5
-    xs = torch.arange(width, device=images.device).repeat(height) + 0.5
+    # Integers plus 0.5 would take the default dtype, which a run in half precision lowers.
+    ys = torch.arange(height, device=images.device, dtype=torch.float32).repeat_interleave(width) + 0.5
+    xs = torch.arange(width, device=images.device, dtype=torch.float32).repeat(height) + 0.5
     x, y = (weight @ xs) / area, (weight @ ys) / area
     shape = _classify(weight.view(-1, height, width), x, y, area)
     colour = torch.where(share.amax(1) >= _MIN_VOTE, share.argmax(1), -1)
@@ -190,8 +191,8 @@ def _classify(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((cols >= 0) & (cols < width))[:, None, :]
     index = rows.clamp(0, height - 1)[:, :, None] * width + cols.clamp(0, width - 1)[:, None, :]
     seen = weight.flatten(1).gather(1, index.flatten(1)).view_as(index) * inside
-    dx = (cols + 0.5 - x[:, None])[:, None, :]
-    dy = (rows + 0.5 - y[:, None])[:, :, None]
+    dx = (cols.float() + 0.5 - x[:, None])[:, None, :]
+    dy = (rows.float() + 0.5 - y[:, None])[:, :, None]
     overlap = []
     for shape in range(len(SHAPES)):
         scale = (area / _UNIT_AREA[shape]).sqrt()[:, None, None]

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import yaml
@@ -107,7 +107,8 @@ class DiffRLCLI(LightningCLI):
             "--omit_callbacks",
             type=list[Name],
             default=[],
-            help="Standard callbacks to do without. One in `trainer.callbacks` takes the place of its kind anyway.",
+            help=f"Standard callbacks to do without, of {', '.join(get_args(Name))}. "
+            "One in `trainer.callbacks` takes the place of its kind anyway.",
         )
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:

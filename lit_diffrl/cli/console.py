@@ -22,11 +22,13 @@ def quiet() -> None:
         r"`torch_dtype` is deprecated",
         r"The dirpath has changed from",  # every run has a directory of its own
         r"Be aware that when using `ckpt_path`.*: \['Report'\]\.$",
+        r"Precision \S+ is not supported by the model summary",
         r"Found \d+ module\(s\) in eval mode at the start of training",  # the frozen parts of a pipeline
     ):
         warnings.filterwarnings("ignore", message=message)
-    rank_zero_module.log.addFilter(_no_advertisement)
+    rank_zero_module.log.addFilter(_is_news)
 
 
-def _no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless cloud" not in record.getMessage()
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of Lightning's is neither an advertisement nor about hardware that next to nobody has."""
+    return not any(words in record.getMessage() for words in ("Tip: For seamless cloud", "TPU available: False"))

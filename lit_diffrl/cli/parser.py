@@ -14,7 +14,14 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lit_diffrl.cli.console import say
 from lit_diffrl.cli.slips import explain
 
-_VALUES = {"help": "CLASS", "model": "CLASS", "data": "CLASS", "config": "FILE", "trainer": "FILE"}
+_VALUES = {
+    "help": "CLASS",
+    "model": "CLASS",
+    "data": "CLASS",
+    "config": "FILE",
+    "trainer": "FILE",
+    "omit_callbacks": "[NAME,...]",
+}
 _SHOWN_HELP = ("model.help", "data.help", "rewards.help", "trainer.callbacks.help")
 
 
@@ -22,7 +29,8 @@ class Parser(LightningArgumentParser):
     """Lightning's parser, which takes whole names only and explains a slip in a sentence."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        # The parser of the help of a class is made without arguments.
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": PlainHelp, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with code 2 and one sentence."""
@@ -40,7 +48,32 @@ def _config_files(args: list[str]) -> str:
     return " or ".join(after for flag, after in pairwise(args) if flag in ("-c", "--config")) or "the config"
 
 
-class ShortHelp(DefaultHelpFormatter):
+class PlainHelp(DefaultHelpFormatter):
+    """Docstrings without their markup."""
+
+    def start_section(self, heading: str | None) -> None:
+        """Begin a group of options, whose heading is the first sentence of a class."""
+        super().start_section(heading and plain_text(heading))
+
+    def _format_text(self, text: str) -> str:
+        return super()._format_text(plain_text(text))
+
+    def _expand_help(self, action: Action) -> str:
+        return plain_text(super()._expand_help(action))
+
+
+def plain_text(text: str) -> str:
+    """Text without the roles and quotes of reStructuredText.
+
+    Of a ``~path`` its last name is left, and of ``words <path>`` the words.
+    """
+    text = re.sub(r":(?:\w+:)+`~[^`]*?([^`.]+)`", r"\1", text)
+    text = re.sub(r"(?::(?:\w+:)+)?`([^`<>]+?)\s*<[^`<>]+>`_{0,2}", r"\1", text)
+    text = re.sub(r":(?:\w+:)+`[!.]?([^`]*)`", r"\1", text)
+    return re.sub(r"(`{1,2})([^`]+)\1", r"\2", text)
+
+
+class ShortHelp(PlainHelp):
     """A line or two an option: the first sentence of its documentation, its default, and the names it may have."""
 
     def __init__(self, prog: str, **kwargs: Any) -> None:

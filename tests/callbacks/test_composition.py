@@ -171,6 +171,24 @@ def test_order_and_size_of_the_batch_do_not_matter() -> None:
         assert torch.equal(values[::5].nan_to_num(-1), alone.nan_to_num(-1))
 
 
+def test_scores_do_not_depend_on_the_default_dtype() -> None:
+    """In wide pictures too, whose coordinates half precision cannot tell apart."""
+    wide = torch.full((len(PICTURES), 3, 32, 320), 10 / 255)
+    wide[..., 288:] = PICTURES
+    on_black = [w.background == "black" for w in WANTED]
+    pictures, wanted = wide[on_black], [w for w in WANTED if w.background == "black"]
+    expected, seen = score(pictures, wanted), detect(pictures)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scores, detections = score(pictures, wanted), detect(pictures)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert expected["strict"].mean() >= 0.98 and detections == seen
+    for name, values in expected.items():
+        assert scores[name].dtype == torch.float32
+        assert torch.equal(scores[name].nan_to_num(-1), values.nan_to_num(-1))
+
+
 def test_size_of_the_batch_must_match() -> None:
     assert score(torch.zeros(0, 3, 32, 32), [])["strict"].shape == (0,)
     with pytest.raises(ValueError, match="2 pictures"):

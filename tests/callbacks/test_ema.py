@@ -140,3 +140,12 @@ def test_a_checkpoint_without_average_says_so():
 def test_wrong_settings_are_named(options, said):
     with pytest.raises(ValueError, match=said):
         EMA(**options)
+
+
+def test_the_average_of_a_subclass_is_found_in_its_checkpoint(tmp_path):
+    class Slower(EMA):
+        pass
+
+    fit(tmp_path, Slower(0.9), ModelCheckpoint(tmp_path, filename="s"), enable_checkpointing=True)
+    saved = torch.load(tmp_path / "s.ckpt", weights_only=True)
+    assert averaged_state_dict(saved)["weight"].item() == pytest.approx(0.561, abs=1e-6)

@@ -94,6 +94,14 @@ def test_media_out_of_range_are_refused(tmp_path):
         fit(tmp_path, SampleLogger(), module=module)
 
 
+def test_one_sample_out_of_range_is_shown_among_the_others(tmp_path, sheets):
+    x = media(value=0.25)
+    x[1, :, :4], x[2] = -0.5, torch.nan
+    trainer(tmp_path, SampleLogger()).validate(Counter(make=lambda m: rollout(x.clone())), loader(), verbose=False)
+    pictures = [np.asarray(picture) for picture in sheets[0][0]]
+    assert [p[0, 0, 0] for p in pictures] == [64, 0, 128, 64, 64] and pictures[1][7, 7, 0] == 64
+
+
 def test_a_sheet_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch, recwarn):
     def broken(*_):
         raise OSError("no font")

@@ -73,6 +73,19 @@ def test_words(before, after, words):
     assert re.match(words, compare(torch.tensor(before), torch.tensor(after)).words())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "cells"),
+    [
+        ([0.0, 0.5], [0.5, 0.75], ("0.2500", "0.6250", "+0.3750 ± 0.1250 (+3.0)", "2")),
+        ([0.5, 0.5], [0.5, 0.5], ("0.5000", "0.5000", "+0.0000 ± 0.0000", "2")),
+        ([0.5, NAN], [0.75, 0.5], ("0.5000", "0.7500", "+0.2500", "1")),
+        ([NAN], [0.75], ("-", "-", "-", "0")),
+    ],
+)
+def test_cells_have_no_figure_that_there_is_not(before, after, cells):
+    assert compare(torch.tensor(before), torch.tensor(after)).cells() == cells
+
+
 def test_the_last_lines_of_fit(tmp_path, capsys):
     save = ModelCheckpoint(monitor="weight", save_last=True)
 

@@ -59,6 +59,16 @@ def test_anything_but_a_rollout_is_refused(tmp_path):
         predict(tmp_path, lambda m: rollout((media() * 255).byte()))
 
 
+def test_samples_out_of_range_are_written_with_one_warning_that_names_the_range(tmp_path, recwarn):
+    x = media(value=0.25)
+    x[1] = 1.5
+    run = trainer(tmp_path, SampleWriter(tmp_path / "out"))
+    run.predict(Counter(make=lambda m: rollout(x.clone())), loader(2), return_predictions=False)
+    assert np.asarray(Image.open(tmp_path / "out" / "00001.png")).min() == 255
+    (said,) = [str(w.message) for w in recwarn if "SampleWriter" in str(w.message)]
+    assert "1 of 5 samples leave [0, 1], with values from 1.5 to 1.5" in said
+
+
 @pytest.mark.distributed
 def test_two_ranks_write_one_list_and_one_sheet(tmp_path):
     def make(module):

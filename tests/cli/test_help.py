@@ -61,3 +61,51 @@ def test_the_help_of_a_class_is_its_docstring(capsys):
         main(["fit", "--model.help", "FlowGRPO"])
     out = capsys.readouterr().out
     assert "--model.clip" in out and "--model.optimizer" in out
+
+
+def shown(capsys, *args):
+    """The help without its line breaks."""
+    with pytest.raises(SystemExit) as exit_:
+        main([*args])
+    assert exit_.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_the_callbacks_that_can_be_left_out(capsys):
+    names = "RichRolloutProgressBar, Report, SampleLogger, ModelCheckpoint, SampleWriter"
+    assert f"--omit_callbacks [NAME,...] Standard callbacks to do without, of {names} (" in shown(
+        capsys, "fit", "--help"
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        *(["--model.help", name] for name in ("FlowGRPO", "RVM", "DiffusionNFT")),
+        ["--data.help", "RolloutDataModule"],
+        *(["--rewards.help", name] for name in ("PromptMatch", "JPEGCompressibility", "FunctionReward")),
+        *(["--trainer.callbacks.help", name] for name in ("EMA", "SampleLogger")),
+        ["--model.help", "FlowGRPO", "--model.policy.help", "SD3Policy"],
+    ],
+    ids=" ".join,
+)
+def test_help_is_plain_text(args, capsys):
+    text = shown(capsys, "fit", *args)
+    assert "`" not in text and ":class:" not in text and ":func:" not in text
+
+
+@pytest.mark.parametrize(
+    ("marked", "plain"),
+    [
+        ("see :class:`~lit_diffrl.rollouts.Rollout` and :func:`torch.no_grad`", "see Rollout and torch.no_grad"),
+        (":py:meth:`the score <Reward.score>` of :attr:`.parts`", "the score of parts"),
+        ("``flow`` or `dance`, ``[lo, hi)``", "flow or dance, [lo, hi)"),
+        ("`its page <https://example.org>`_ says: 1 < 2", "its page says: 1 < 2"),
+        ("a :b: c", "a :b: c"),
+    ],
+)
+def test_markup_is_taken_out_of_docstrings(marked, plain):
+    from lit_diffrl.cli.parser import plain_text
+
+    assert plain_text(marked) == plain

@@ -85,6 +85,15 @@ def test_export_writes_the_weights_that_are_asked_for(trained, weights, tmp_path
     assert sum(t.double().square().sum() for t in load_file(file).values()) == pytest.approx(norm.item(), rel=1e-6)
 
 
+def test_export_does_not_advertise_an_average_that_has_not_begun(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    state = torch.load(trained[1], weights_only=True)
+    state["callbacks"]["EMA"]["average"] = {}
+    torch.save(state, tmp_path / "early.ckpt")
+    main(["export", "--ckpt_path", "early.ckpt", "--out_dir", "out"])
+    assert "--weights ema" not in capsys.readouterr().err
+
+
 def test_export_of_an_average_that_is_not_there_is_refused(here, refused):
     main(["fit", "-c", "base.yaml", *QUICK])
     (ckpt,) = here.rglob("last.ckpt")
@@ -97,6 +106,16 @@ def test_a_checkpoint_without_a_config_asks_for_one(trained, refused, tmp_path):
     assert "has to be given with --config" in refused("validate", "--ckpt_path", str(tmp_path / "bare.ckpt"))
     with pytest.raises(ValueError, match="holds no config"):
         load_run(tmp_path / "bare.ckpt")
+
+
+@pytest.mark.slow
+def test_fit_prints_no_warning_and_nothing_about_hardware_that_is_not_there(here):
+    run = [sys.executable, "-m", "lit_diffrl", "fit", "-c", "base.yaml", "--trainer.precision=bf16-mixed"]
+    done = subprocess.run(
+        [*run, "--model", "DiffusionNFT", *QUICK], check=True, capture_output=True, text=True, timeout=300
+    )
+    assert [line for line in done.stderr.splitlines() if "TPU" in line or "arning" in line or ".py:" in line] == []
+    assert "GPU available" in done.stderr
 
 
 def test_two_runs_in_one_directory_keep_both_configs(here):
