@@ -12,6 +12,7 @@ from lit_diffrl.callbacks.rewards import (
     Reward,
     as_reward,
 )
+from lit_diffrl.callbacks.threads import Threads
 from lit_diffrl.callbacks.writer import SampleWriter
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SampleLogger",
     "SampleWriter",
     "TQDMRolloutProgressBar",
+    "Threads",
     "as_reward",
     "averaged_state_dict",
 ]
