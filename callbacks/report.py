@@ -116,6 +116,8 @@ class Report(Callback):
         return "\n".join([*lines, *(f"{label:<{width}}  {place}" for label, place in places.items())])
 
     def _verdict(self, run: dict[str, float]) -> list[str]:
+        if run["updates"] == 0 and run["rounds"] > 0:
+            return ["No sample got a valid reward, so nothing was learnt: see the warnings of the rewards above."]
         if "reward" not in self.comparisons:
             return [
                 "No held-out comparison: it takes a validation before (num_sanity_val_steps=-1) and one after training."

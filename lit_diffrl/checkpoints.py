@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,7 +79,7 @@ def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is none.
-        ValueError: for a directory, which holds a checkpoint in shards.
+        ValueError: for a directory, which holds a checkpoint in shards, and for a file of another kind.
     """
     path = Path(ckpt_path)
     if path.is_dir():
@@ -88,7 +89,10 @@ def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} is not a checkpoint, or it is damaged: {e}") from e
 
 
 def read_config(ckpt_path: str | Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_diffrl.algorithms.meter import Meter
@@ -40,10 +40,13 @@ class DiffusionRL(DiffusionSampler, ABC):
         kwargs: see :class:`~lit_diffrl.algorithms.sampler.DiffusionSampler`.
     """
 
+    # Whether advantages compare the samples of a prompt, which then must be two at least.
     needs_groups: ClassVar[bool] = True
     # Whether the loss compares likelihoods of one network, which dropout would falsify.
     has_likelihood_ratio: ClassVar[bool] = False
+    # Whether the loss wants `batch.latents`, the final latents.
     keeps_latents: ClassVar[bool] = False
+    # The role that draws the rollouts.
     behaviour: ClassVar[str] = DEFAULT
 
     def __init__(
@@ -133,6 +136,12 @@ class DiffusionRL(DiffusionSampler, ABC):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}}
 
+    def on_fit_start(self) -> None:
+        """Say how much is trained."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.policy.transformer.parameters()]
+        trained, total = sum(n for n, grad in sizes if grad), sum(n for n, _ in sizes)
+        rank_zero_info(f"Training {trained:,} of {total:,} parameters of the transformer")
+
     def on_train_batch_start(self, batch: Rollout, batch_idx: int) -> None:
         """Set dropout as the loss needs it, with masks that a resumed run draws again."""
         self.policy.train(not self.has_likelihood_ratio)
@@ -207,8 +216,9 @@ class DiffusionRL(DiffusionSampler, ABC):
         ours = set(self.policy.trainable_state(self.state_dict(), "policy."))
         missing, unknown = ours - set(checkpoint["state_dict"]), set(checkpoint["state_dict"]) - ours
         if missing or unknown:
-            raise ValueError(
-                f"the checkpoint does not fit the model: {len(missing)} of its {len(ours)} trained tensors are missing "
-                f"({sorted(missing)[:2]}), {len(unknown)} are unknown ({sorted(unknown)[:2]})"
+            parts = (
+                [f"it lacks {len(missing)} of {len(ours)} trained tensors, such as {min(missing)}"] if missing else []
             )
+            parts += [f"it has {len(unknown)} that the model does not have, such as {min(unknown)}"] if unknown else []
+            raise ValueError(f"the checkpoint does not fit the model: {'; '.join(parts)}")
         self.forward_rows, self.backward_rows, self.skipped_updates = checkpoint["counters"]

@@ -1,5 +1,7 @@
 """LightningCLI for lit_diffrl: which classes there are, what a run has unasked, and where its config comes from."""
 
+import difflib
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -32,6 +34,7 @@ from lit_diffrl.rollouts import RolloutDataModule
 _TRAINER_DEFAULTS = {
     "default_root_dir": "runs",
     "log_every_n_steps": 1,
+    "enable_model_summary": False,  # it counts roles as parameters, and nothing as FLOPs
     # The check before training scores all held-out prompts: it is the baseline that the curves start from.
     "num_sanity_val_steps": -1,
 }
@@ -126,6 +129,10 @@ class DiffRLCLI(LightningCLI):
         needless = [n for n in names if n.startswith("--") and n.split(".")[0] not in _EXPORT_OPTIONS]
         if command == "export" and needless:
             error(f"`export` does not use {needless[0]}; it takes {', '.join(_EXPORT_OPTIONS)}")
+        # Anything but Lightning's keywords and addresses is a file.
+        is_file = bool(ckpt_path) and ckpt_path not in ("best", "last", "hpc") and not re.match(r"\w+:", str(ckpt_path))
+        if is_file and not asks_help and not Path(str(ckpt_path)).exists():
+            error(f"there is no checkpoint {ckpt_path}")
         if ckpt_path and not asks_help and not {"-c", "--config"} & set(names):
             try:
                 options = ["--config", read_config(ckpt_path), *options]
@@ -169,7 +176,7 @@ class DiffRLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The trainer, with the rewards first among its callbacks, the standard ones, and a logger in ``runs/``."""
         config = self._get(self.config_init, "trainer")
-        rewards = [as_reward(name, obj) for name, obj in self._get(self.config_init, "rewards").items()]
+        rewards = self._rewards(self._get(self.config_init, "rewards"))
         own = config.callbacks or []
         config.callbacks = [*rewards, *(own if isinstance(own, list) else [own])]
         if self.changes:
@@ -179,6 +186,16 @@ class DiffRLCLI(LightningCLI):
             name = type(self.model).__name__
             config.logger = TensorBoardLogger(config.default_root_dir, name, default_hp_metric=False)
         return super().instantiate_trainer(**kwargs)
+
+    def _rewards(self, named: dict[str, Any]) -> list[Reward]:
+        """The rewards of the config. A slip in a name makes a new one, of which nothing but the slip is known."""
+        for name, obj in named.items():
+            if type(obj) is Reward:
+                known = [other for other, reward in named.items() if type(reward) is not Reward]
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f" (the others are {', '.join(known) or 'none'})"
+                raise ValueError(f"rewards.{name} has no class_path{hint}")
+        return [as_reward(name, obj) for name, obj in named.items()]
 
 
 def _value(options: list[str], flag: str) -> str | None:

@@ -27,6 +27,8 @@ def quiet() -> None:
     ):
         warnings.filterwarnings("ignore", message=message)
     rank_zero_module.log.addFilter(_is_news)
+    # Neither the file that warns nor its line of code says anything to a user.
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 
 
 def _is_news(record: logging.LogRecord) -> bool:

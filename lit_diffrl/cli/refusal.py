@@ -5,7 +5,15 @@ from types import FrameType
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-_SETTING_UP = {"__init__", "__post_init__", "setup", "configure_model", "export"}
+_SETTING_UP = {
+    "__init__",
+    "__post_init__",
+    "setup",
+    "configure_model",
+    "export",
+    "instantiate_trainer",
+    "on_load_checkpoint",
+}
 
 
 def unwrap(error: Exception) -> Exception:

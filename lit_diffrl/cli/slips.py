@@ -59,6 +59,8 @@ def _nested(message: str, parser: ArgumentParser) -> str | None:
             return f"{'.'.join(keys)}: {_unknown_key(wrong, inside, owner.rpartition('.')[2])}"
         elif m["name"]:
             known = sorted(_names(getattr(action, "_typehint", None)))
+            if not known:  # a value was tried as a class after everything else
+                return f"{'.'.join(keys)}: {m['name']!r} is not a valid value"
             return f"{'.'.join(keys)}: there is no class {m['name']!r}{_hint(m['name'], known)}"
     return None
 

@@ -76,15 +76,15 @@ class SD3Policy(Policy):
         scale, config = self.pipeline.vae_scale_factor, self.transformer.config
         multiple, limit = scale * config.patch_size, scale * config.patch_size * config.pos_embed_max_size
         if size.num_frames != 1:
-            raise ValueError(f"size.num_frames is {size.num_frames}, but {type(self).__name__} makes images")
+            raise ValueError(f"num_frames is {size.num_frames}, but {type(self).__name__} makes images")
         for name in ("height", "width"):
             pixels = getattr(size, name)
             if pixels % multiple or not 0 < pixels <= limit:
                 below = min(max(pixels // multiple * multiple, multiple), limit)
-                above = min(below + multiple, limit)
+                nearest = sorted({below, min(below + multiple, limit)})
                 raise ValueError(
-                    f"size.{name} is {pixels}; it must be a multiple of {multiple} up to {limit}: "
-                    f"try {below} or {above}"
+                    f"{name} is {pixels}; it must be a multiple of {multiple} up to {limit}: "
+                    f"try {' or '.join(map(str, nearest))}"
                 )
         return (config.in_channels, size.height // scale, size.width // scale)
 

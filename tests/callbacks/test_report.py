@@ -172,3 +172,8 @@ def test_an_interrupted_run_reports_what_there_is(tmp_path, capsys):
         fit(tmp_path, Interrupt(), Report())
     out = capsys.readouterr().out
     assert "1 round, 2 updates in" in out and "then interrupted." in out and "went from 0.375 to 0.55" in out
+
+
+def test_a_run_without_an_update_says_that_nothing_was_scored():
+    text = Report().text({"rounds": 2, "updates": 0, "seconds": 1.0}, {})
+    assert "No sample got a valid reward, so nothing was learnt" in text

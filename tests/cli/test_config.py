@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lit_diffrl.checkpoints import read_checkpoint
 from lit_diffrl.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,23 @@ def test_a_mistake_ends_with_code_2_and_a_short_message(here, refused, args, say
     message = refused(*args)
     assert says in message
     assert "Traceback" not in message and "usage:" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--rewards.rogh.weight", "4"], "rewards.rogh has no class_path; did you mean 'rough'?"),
+        (["--ckpt_path", "nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+        (["--model.optimizer.init_args.lr", "abc"], "model.optimizer.lr: 'abc' is not a valid value"),
+    ],
+)
+def test_a_slip_ends_before_a_model_loads(here, refused, options, says):
+    assert says in refused("fit", "-c", "base.yaml", *options)
+
+
+def test_a_file_that_is_no_checkpoint_is_named(here):
+    with pytest.raises(ValueError, match=r"prompts\.txt is not a checkpoint"):
+        read_checkpoint("prompts.txt")
 
 
 def test_an_unreadable_file_is_named(here, refused):

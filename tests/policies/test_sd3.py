@@ -76,7 +76,7 @@ def test_rows_with_times_of_their_own_equal_each_row_alone(folders):
 def test_sizes_that_cannot_be_made_are_refused_with_the_nearest_ones(folders):
     policy = SD3Policy(folders["sd35"])
     policy.load()
-    with pytest.raises(ValueError, match=r"size\.height is 30; .* multiple of 4 up to 96: try 28 or 32"):
+    with pytest.raises(ValueError, match=r"height is 30; .* multiple of 4 up to 96: try 28 or 32"):
         policy.latent_shape(Size(30, 32))
     with pytest.raises(ValueError, match="num_frames is 5"):
         policy.latent_shape(Size(32, 32, 5))
