@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from lit_diffrl.policies.roles import DEFAULT
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.advantages import Combine, Std
 from lit_diffrl.rollouts.loader import RolloutLoader
+from lit_diffrl.rollouts.ranks import gather
 from lit_diffrl.sampling.noise import fold
 
 # Name of the draws of dropout masks.
@@ -103,12 +105,10 @@ class DiffusionRL(DiffusionSampler, ABC):
 
     def collect(self, rollout: Rollout, round_: int) -> Rollout:
         """Sample a batch of a round, with its media and what the algorithm keeps."""
-        plan = self.plan(rollout, round_)
-        recorder = Recorder(plan, self.schedule()) if plan is not None else None
+        plan, schedule = self.plan(rollout, round_), self.schedule()
+        recorder = Recorder(plan, schedule) if plan is not None else None
         with self.sampling():
-            latents = self.generate(
-                rollout, self.schedule(), self.guidance_scale, self.behaviour, self.solver, recorder
-            )
+            latents = self.generate(rollout, schedule, self.guidance_scale, self.behaviour, self.solver, recorder)
             rollout.media = self.policy.decode(latents, self.size)
         if recorder is not None:
             rollout.transitions = recorder.transitions()
@@ -186,7 +186,7 @@ class DiffusionRL(DiffusionSampler, ABC):
     def on_train_epoch_end(self) -> None:
         """Log the round: rewards, means of the metrics, seconds, and rows that went through the network so far."""
         loader = self.loader
-        metrics = {f"train/{k}": v for k, v in self.meter.compute(self._gather_ranks).items()}
+        metrics = {f"train/{k}": v for k, v in self.meter.compute(partial(gather, self.trainer)).items()}
         metrics |= {
             "train/skipped_updates": float(self.skipped_updates),
             "time/learn": time.monotonic() - loader.collected,
@@ -195,10 +195,6 @@ class DiffusionRL(DiffusionSampler, ABC):
         # Ranks differ in their seconds only.
         self.log_dict(loader.metrics | metrics, sync_dist=True)
         self.log("reward", loader.metrics["reward/mean"], prog_bar=True, logger=False, sync_dist=True)
-
-    def _gather_ranks(self, x: Tensor) -> Tensor:
-        """(ranks, ...) on the CPU."""
-        return self.trainer.strategy.all_gather(x.to(self.device)).cpu() if self.trainer.world_size > 1 else x[None]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from lit_diffrl.policies.conditioning import PromptCache
 from lit_diffrl.policies.roles import DEFAULT
 from lit_diffrl.rollouts import Rollout, RolloutDataModule, hooks
 from lit_diffrl.rollouts.advantages import finite_mean
+from lit_diffrl.rollouts.ranks import gather
 from lit_diffrl.sampling import Kernel, Schedule, sample
 from lit_diffrl.sampling.noise import INITIAL, STEP, randn
 from lit_diffrl.sampling.solvers import SolverName
@@ -73,6 +74,7 @@ class DiffusionSampler(L.LightningModule):
         self.eval_guidance_scale = guidance_scale if eval_guidance_scale is None else eval_guidance_scale
         self.forward_rows = self.backward_rows = 0
         self._parts: list[Rollout] = []
+        self._schedules: dict[int, Schedule] = {}
 
     def setup(self, stage: str) -> None:
         """Refuse the precisions that would round what must not be rounded.
@@ -138,12 +140,8 @@ class DiffusionSampler(L.LightningModule):
         self, role: str, latents: Tensor, timestep: Tensor, prompts: list[str], **options: Any
     ) -> Tensor:
         """:meth:`velocity` of another role, without gradient and without dropout."""
-        training = self.policy.training
-        self.policy.eval()
-        try:
+        with self._eval_mode():
             return self.velocity(latents, timestep, prompts, role=role, **options)
-        finally:
-            self.policy.train(training)
 
     def conditioning(self, prompts: list[str], guidance_scale: float) -> tuple[Conditioning, Conditioning | None]:
         """Embeddings of the prompts and, where guidance needs them, of the negative prompt."""
@@ -153,19 +151,27 @@ class DiffusionSampler(L.LightningModule):
         return cond, self.prompt_cache([self.negative_prompt] * len(prompts), self.device)
 
     def schedule(self, num_steps: int | None = None) -> Schedule:
-        """The grid of noise levels, on the CPU."""
-        return self.policy.schedule(num_steps or self.num_steps, self.size, self.grid)
+        """The grid of noise levels, on the CPU; made once, since every micro-batch asks for it."""
+        num_steps = num_steps or self.num_steps
+        if num_steps not in self._schedules:
+            self._schedules[num_steps] = self.policy.schedule(num_steps, self.size, self.grid)
+        return self._schedules[num_steps]
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Evaluation mode, no gradients, and the trainer's precision, which Lightning sets in its own steps only."""
+        with self._eval_mode(), torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            yield
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """The policy without dropout, and afterwards as it was."""
         training = self.policy.training
         self.policy.eval()
         try:
-            with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                yield
+            yield
         finally:
             self.policy.train(training)
 
@@ -274,9 +280,7 @@ class DiffusionSampler(L.LightningModule):
         sources = torch.tensor([names.index(s) for s in rollout.sources])
         columns = {"index": rollout.sample_ids, "source": sources, "reward": total, **scores}
         table = torch.stack([x.double() for x in columns.values()], 1)
-        if self.trainer.world_size > 1:
-            gathered = self.trainer.strategy.all_gather(table.to(self.device))
-            table = gathered.reshape(-1, table.shape[1]).cpu()
+        table = gather(self.trainer, table).flatten(0, 1)
         table = table[table[:, 0] >= 0]
         table = table[table[:, 0].argsort()]
         return {k: table[:, i] for i, k in enumerate(columns) if i >= 2}, table[:, 1].long()

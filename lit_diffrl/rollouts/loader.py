@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_diffrl.rollouts import hooks
 from lit_diffrl.rollouts.advantages import advantages, finite_mean, finite_std
 from lit_diffrl.rollouts.geometry import draw_prompts, sample_seed, split_into_updates
+from lit_diffrl.rollouts.ranks import gather
 from lit_diffrl.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class RolloutLoader:
         applies = torch.tensor([[s.applies(source) for s in specs] for source in rollout.sources])
         source_ids = torch.tensor([sources.index(s) for s in rollout.sources])
         ids = torch.stack([rollout.group_ids, source_ids], 1)
-        table = self._gather(torch.cat([scores, applies.double(), ids.double()], 1))
+        table = gather(self.trainer, torch.cat([scores, applies.double(), ids.double()], 1)).flatten(0, 1)
         scores, applies = table[:, : len(names)], table[:, len(names) : -2].bool()
         group_ids, source_ids = table[:, -2].long(), table[:, -1].long()
         outcome = advantages(scores, applies, specs, group_ids, **self.module.advantage_options)
@@ -144,13 +145,6 @@ class RolloutLoader:
                 f"source/{s or 'none'}": finite_mean(outcome.reward[source_ids == i]) for i, s in enumerate(sources)
             }
         return bool(outcome.valid.any())
-
-    def _gather(self, table: Tensor) -> Tensor:
-        """Rows of all ranks in rank order, float64 on the CPU."""
-        if self.trainer.world_size == 1:
-            return table
-        gathered = self.trainer.strategy.all_gather(table.to(self.module.device))
-        return gathered.reshape(-1, table.shape[1]).cpu()
 
     def _count_unscored(self, scored: bool) -> None:
         self.unscored_rounds = 0 if scored else self.unscored_rounds + 1
