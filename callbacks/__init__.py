@@ -1,6 +1,6 @@
 """What may stand under ``trainer.callbacks`` or ``rewards`` in a config."""
 
-from lit_diffrl.callbacks.ema import EMA, averaged_state_dict
+from lit_diffrl.callbacks.ema import EMA
 from lit_diffrl.callbacks.media import SampleLogger
 from lit_diffrl.callbacks.progress import RichRolloutProgressBar, TQDMRolloutProgressBar
 from lit_diffrl.callbacks.report import Report
@@ -29,5 +29,4 @@ __all__ = [
     "TQDMRolloutProgressBar",
     "Threads",
     "as_reward",
-    "averaged_state_dict",
 ]

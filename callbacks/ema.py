@@ -10,9 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-STATE_KEY = "EMA"
-"""Under which a checkpoint's ``callbacks`` hold the average."""
-
 
 class EMA(Callback):
     """Averages the trainable parameters over updates, and puts the average in their place outside of training.
@@ -22,7 +19,7 @@ class EMA(Callback):
     takes memory for the trainable parameters only, twice that while it is swapped in.
 
     In a checkpoint ``state_dict`` holds the live weights, also if it is written during validation, and the callback's
-    state holds the average: :func:`averaged_state_dict` reads it. (A ``save_weights_only`` checkpoint has no callback
+    state holds the average. (A ``save_weights_only`` checkpoint has no callback
     state; one written in the middle of a validation would hold the average. Lightning's own are written after it.)
 
     Attributes:
@@ -52,7 +49,7 @@ class EMA(Callback):
     @property
     def state_key(self) -> str:
         """One for subclasses too, so that their average is found in checkpoints."""
-        return STATE_KEY
+        return "EMA"  # for subclasses too: where weights are read from a checkpoint, they are looked up under it
 
     @property
     def swapped_in(self) -> bool:
@@ -142,23 +139,6 @@ class EMA(Callback):
             if k in weights:
                 saved = weights[k]
                 weights[k] = (held if isinstance(saved, DTensor) else whole).to(saved.device)
-
-
-def averaged_state_dict(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights of a Lightning checkpoint with the average in place of the live ones.
-
-    Args:
-        checkpoint: as read by ``torch.load``.
-
-    Raises:
-        ValueError: if the checkpoint holds no average.
-    """
-    average = checkpoint.get("callbacks", {}).get(STATE_KEY, {}).get("average")
-    if not average:
-        raise ValueError(
-            "the checkpoint holds no average: it was trained without the callback EMA, or not up to start_step"
-        )
-    return checkpoint["state_dict"] | average
 
 
 def _trainable(module: L.LightningModule) -> dict[str, Tensor]:

@@ -5,32 +5,64 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_diffrl.algorithms import RVM, DiffusionNFT, DiffusionRL, FlowGRPO
+    from lit_diffrl.algorithms import (
+        AWM,
+        JAGG,
+        RVM,
+        DanceGRPO,
+        DiffusionNFT,
+        DiffusionOPD,
+        DiffusionRL,
+        FlashGRPO,
+        FlowGRPO,
+        MixGRPO,
+        ReinforceOPD,
+    )
     from lit_diffrl.checkpoints import load_run
-    from lit_diffrl.policies import LoRA, Policy, SD3Policy
+    from lit_diffrl.policies import LoRA, Policy, SD3Policy, Teacher
     from lit_diffrl.rollouts import Rollout, RolloutDataModule
 
 __version__ = version("lit-diffrl")
 
 # Looked up on first use: `lit-diffrl --help` must not wait for torch.
 _HOMES = {
-    "lit_diffrl.algorithms": ("RVM", "DiffusionNFT", "DiffusionRL", "FlowGRPO"),
+    "lit_diffrl.algorithms": (
+        "AWM",
+        "JAGG",
+        "RVM",
+        "DanceGRPO",
+        "DiffusionNFT",
+        "DiffusionOPD",
+        "DiffusionRL",
+        "FlashGRPO",
+        "FlowGRPO",
+        "MixGRPO",
+        "ReinforceOPD",
+    ),
     "lit_diffrl.checkpoints": ("load_run",),
-    "lit_diffrl.policies": ("LoRA", "Policy", "SD3Policy"),
+    "lit_diffrl.policies": ("LoRA", "Policy", "SD3Policy", "Teacher"),
     "lit_diffrl.rollouts": ("Rollout", "RolloutDataModule"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AWM",
+    "JAGG",
     "RVM",
+    "DanceGRPO",
     "DiffusionNFT",
+    "DiffusionOPD",
     "DiffusionRL",
+    "FlashGRPO",
     "FlowGRPO",
     "LoRA",
+    "MixGRPO",
     "Policy",
+    "ReinforceOPD",
     "Rollout",
     "RolloutDataModule",
     "SD3Policy",
+    "Teacher",
     "__version__",
     "load_run",
 ]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
+
+from lit_diffrl.policies.saved import Weights, config_text, read_checkpoint, weights_of
 
 if TYPE_CHECKING:
     from lit_diffrl.algorithms import DiffusionRL
     from lit_diffrl.rollouts import RolloutDataModule
 
-Weights = Literal["live", "ema"]
-CONFIG_KEY = "lit_diffrl_config"
 # What describes a run; the rest of a config belongs to the one command that was given.
 RUN_KEYS = ("seed_everything", "trainer", "model", "data", "rewards", "omit_callbacks")
 
@@ -66,55 +64,6 @@ def load_weights(module: DiffusionRL, checkpoint: dict[str, Any], weights: Weigh
     Raises:
         ValueError: if the checkpoint is of another model, or holds no average where it is asked for.
     """
-    from lit_diffrl.callbacks.ema import averaged_state_dict
-
-    state = averaged_state_dict(checkpoint) if weights == "ema" else checkpoint["state_dict"]
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
-    module.load_state_dict(state, strict=module.strict_loading)
-
-
-def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint file, tensors on the CPU and left on disk until they are used.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: for a directory, which holds a checkpoint in shards, and for a file of another kind.
-    """
-    path = Path(ckpt_path)
-    if path.is_dir():
-        raise ValueError(
-            f"{path} is a checkpoint in shards: join it with `python -m lightning.pytorch.utilities."
-            f"consolidate_checkpoint {path}`, and give the file that this writes"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is not a checkpoint, or it is damaged: {e}") from e
-
-
-def read_config(ckpt_path: str | Path) -> str:
-    """The config that a checkpoint was trained with, as YAML.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it holds none.
-    """
-    meta = Path(ckpt_path) / "meta.pt"  # where strategies that write shards put all but the tensors
-    return config_text(read_checkpoint(meta if meta.is_file() else ckpt_path), ckpt_path)
-
-
-def config_text(checkpoint: dict[str, Any], ckpt_path: str | Path) -> str:
-    """The config in a checkpoint that is read already, as YAML.
-
-    Raises:
-        ValueError: if it holds none.
-    """
-    if CONFIG_KEY not in checkpoint:
-        raise ValueError(
-            f"{ckpt_path} holds no config: it was not written by `lit-diffrl fit`, or with `save_weights_only`. "
-            "The config of its run has to be given with --config"
-        )
-    return checkpoint[CONFIG_KEY]
+    module.load_state_dict(weights_of(checkpoint, weights), strict=module.strict_loading)

@@ -44,6 +44,8 @@ class DiffusionRL(DiffusionSampler, ABC):
 
     # Whether advantages compare the samples of a prompt, which then must be two at least.
     needs_groups: ClassVar[bool] = True
+    # Whether the loss needs advantages; rewards only watch otherwise, and there may be none.
+    needs_rewards: ClassVar[bool] = True
     # Whether the loss compares likelihoods of one network, which dropout would falsify.
     has_likelihood_ratio: ClassVar[bool] = False
     # Whether the loss wants `batch.latents`, the final latents.
@@ -88,6 +90,10 @@ class DiffusionRL(DiffusionSampler, ABC):
         """Which steps of which samples are stochastic and kept; ``None`` for deterministic rollouts."""
         return None
 
+    def initial_seeds(self, rollout: Rollout, round_: int) -> list[int]:
+        """The seeds of the initial noise of a round's samples: their own."""
+        return rollout.seeds.tolist()
+
     @abstractmethod
     def loss(self, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each row of a micro-batch, (N,), and what to log of it.
@@ -108,7 +114,15 @@ class DiffusionRL(DiffusionSampler, ABC):
         plan, schedule = self.plan(rollout, round_), self.schedule()
         recorder = Recorder(plan, schedule) if plan is not None else None
         with self.sampling():
-            latents = self.generate(rollout, schedule, self.guidance_scale, self.behaviour, self.solver, recorder)
+            latents = self.generate(
+                rollout,
+                schedule,
+                self.guidance_scale,
+                self.behaviour,
+                self.solver,
+                recorder,
+                self.initial_seeds(rollout, round_),
+            )
             rollout.media = self.policy.decode(latents, self.size)
         if recorder is not None:
             rollout.transitions = recorder.transitions()
@@ -194,7 +208,8 @@ class DiffusionRL(DiffusionSampler, ABC):
         metrics |= {"cost/forward_rows": float(self.forward_rows), "cost/backward_rows": float(self.backward_rows)}
         # Ranks differ in their seconds only.
         self.log_dict(loader.metrics | metrics, sync_dist=True)
-        self.log("reward", loader.metrics["reward/mean"], prog_bar=True, logger=False, sync_dist=True)
+        if "reward/mean" in loader.metrics:
+            self.log("reward", loader.metrics["reward/mean"], prog_bar=True, logger=False, sync_dist=True)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 
 from lit_diffrl.algorithms.base import DiffusionRL
-from lit_diffrl.algorithms.recorder import Plan
+from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan, steps_between
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.geometry import permutation
 from lit_diffrl.sampling import Kernel, Transition
 from lit_diffrl.sampling.kernels import KernelName
+from lit_diffrl.sampling.noise import fold
 
-# Name of the shared draw of a round's window.
-_WINDOW = -10
+# Names of shared draws: of a round's window, and of the initial noise of a group.
+_WINDOW, _GROUP_NOISE = -10, -11
+
+KLMode = Literal["transition", "transition_no_dt", "velocity"]
+StepWeight = Literal["uniform", "inverse_gain"]
 
 
 class FlowGRPO(DiffusionRL):
@@ -37,6 +41,9 @@ class FlowGRPO(DiffusionRL):
         eta: their noise level, a in the paper; 0.7 for SD3.5, 0.9 for FLUX, 1.2 for Qwen-Image.
         clip: c, how far the ratio may move. It is small since log-probabilities are averaged over the latents.
         kl: beta, the weight of the KL divergence to the model before training; 0 costs nothing.
+        kl_mode: what stands for the divergence: ``transition``, that of a step, ``1/2 lambda^2 mean |dv|^2``;
+            ``transition_no_dt``, the same times the step's length, as the released image scripts compute it; or
+            ``velocity``, ``mean |dv|^2``.
         window: number of consecutive steps that are stochastic and trained on, drawn anew in each round
             (Flow-GRPO-Fast); all but the last step where omitted.
         window_range: ``[lo, hi)``, the steps from which the window is drawn; all but the last where omitted.
@@ -45,6 +52,7 @@ class FlowGRPO(DiffusionRL):
             levels then have one scale.
         guard: remove the negative bias of the log-ratio and its dependence on the step (GRPO-Guard, arXiv 2510.22319,
             with the bias of each sample, not of the batch). The clip range is then around 2e-6.
+        shared_noise: start all samples of a group from the same noise, so that only their stochastic steps differ.
         kwargs: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`.
     """
 
@@ -57,10 +65,12 @@ class FlowGRPO(DiffusionRL):
         eta: float = 0.7,
         clip: float = 1e-4,
         kl: float = 0.0,
+        kl_mode: KLMode = "transition",
         window: int | None = None,
         window_range: tuple[int, int] | None = None,
-        step_weight: Literal["uniform", "inverse_gain"] = "uniform",
+        step_weight: StepWeight = "uniform",
         guard: bool = False,
+        shared_noise: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
@@ -87,10 +97,12 @@ class FlowGRPO(DiffusionRL):
         self._kernel = Kernel(kernel, eta)
         self.clip = clip
         self.kl = kl
+        self.kl_mode: KLMode = kl_mode
         self.window = hi - lo if window is None else window
         self.window_range = (lo, hi)
-        self.step_weight = step_weight
+        self.step_weight: StepWeight = step_weight
         self.guard = guard
+        self.shared_noise = shared_noise
 
     @property
     def kernel(self) -> Kernel:  # noqa: D102
@@ -112,18 +124,29 @@ class FlowGRPO(DiffusionRL):
 
     def plan(self, rollout: Rollout, round_: int) -> Plan:  # noqa: D102
         start = self.window_start(round_)
-        stochastic = torch.zeros(len(rollout), self.num_steps, dtype=torch.bool)
-        stochastic[:, start : start + self.window] = True
-        kept = torch.arange(start, start + self.window).expand(len(rollout), -1)
-        return Plan(stochastic, kept, velocities=self.guard)
+        return Plan(*steps_between(start, start + self.window, self.num_steps, len(rollout)), self.fields)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What is kept of a step."""
+        return (*LIKELIHOOD, "velocity") if self.guard else LIKELIHOOD
+
+    def initial_seeds(self, rollout: Rollout, round_: int) -> list[int]:  # noqa: D102
+        if not self.shared_noise:
+            return super().initial_seeds(rollout, round_)
+        return [fold(self.data.seed, _GROUP_NOISE, round_, group) for group in rollout.group_ids.tolist()]
 
     def loss(self, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
-        kept, step = batch.transitions, self.transition(batch)
-        velocity = self.velocity(kept["latents"], kept["timestep"], batch.prompts)
+        kept = batch.transitions
+        return self.objective(self.velocity(kept["latents"], kept["timestep"], batch.prompts), batch)
+
+    def objective(self, velocity: Tensor, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each transition as a function of its velocity (N, ...), and what to log of it."""
+        kept, step, advantage = batch.transitions, self.transition(batch), batch.advantages
         log_ratio = step.log_prob(kept["next_latents"], step.mean(kept["latents"], velocity)) - kept["log_prob"]
         if self.guard:
             log_ratio = self.guarded(log_ratio, step, velocity, kept["velocity"])
-        ratio, advantage = log_ratio.exp(), batch.advantages
+        ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         loss = torch.maximum(-advantage * ratio, -advantage * clipped) * self.weight(step, kept)
         metrics = {"clip_fraction": (clipped != ratio).float(), "ratio_deviation": (ratio - 1).abs()}
@@ -131,9 +154,16 @@ class FlowGRPO(DiffusionRL):
             metrics["first_ratio_deviation_max"] = (ratio - 1).abs()
         if self.kl > 0:
             reference = self.frozen_velocity("reference", kept["latents"], kept["timestep"], batch.prompts)
-            divergence = step.kl(velocity, reference)
-            loss, metrics["kl"] = loss + self.kl * divergence, divergence
+            metrics["kl"] = self.divergence(step, kept, velocity, reference)
+            loss = loss + self.kl * metrics["kl"]
         return loss, metrics
+
+    def divergence(self, step: Transition, kept: dict[str, Tensor], velocity: Tensor, reference: Tensor) -> Tensor:
+        """(N,) the divergence from the reference, by ``kl_mode``."""
+        if self.kl_mode == "velocity":
+            return ((velocity - reference) ** 2).flatten(1).mean(1)
+        length = kept["sigma"] - kept["sigma_next"] if self.kl_mode == "transition_no_dt" else 1.0
+        return step.kl(velocity, reference) * length
 
     def transition(self, batch: Rollout) -> Transition:
         """The stochastic steps of a micro-batch, each at its own noise level."""

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from lit_diffrl.sampling import Schedule, Step
+from lit_diffrl.sampling.noise import TRAIN_STEPS, generator
+
+# What likelihood ratios need of a step.
+LIKELIHOOD = ("latents", "next_latents", "log_prob")
 
 
 class Plan(NamedTuple):
@@ -15,13 +19,27 @@ class Plan(NamedTuple):
 
     Attributes:
         stochastic: (B, T) bool.
-        kept: (B, K) int64, indices of stochastic steps in ascending order, K of each sample.
-        velocities: whether the velocities of the rollout are kept as well.
+        kept: (B, K) int64, indices of steps in ascending order, K of each sample.
+        fields: what is kept of them, of ``latents``, ``next_latents``, ``log_prob`` (of stochastic steps only) and
+            ``velocity``.
     """
 
     stochastic: Tensor
     kept: Tensor
-    velocities: bool = False
+    fields: tuple[str, ...] = LIKELIHOOD
+
+
+def steps_between(first: int, last: int, num_steps: int, samples: int) -> tuple[Tensor, Tensor]:
+    """The steps ``[first, last)`` of every sample: as a mask (B, T), and as their numbers (B, K)."""
+    mask = torch.zeros(samples, num_steps, dtype=torch.bool)
+    mask[:, first:last] = True
+    return mask, torch.arange(first, last).expand(samples, -1)
+
+
+def random_steps(first: int, last: int, count: int, seeds: list[int]) -> Tensor:
+    """``count`` different steps of ``[first, last)`` in ascending order, for each sample its own: (B, K)."""
+    orders = [torch.randperm(last - first, generator=generator(seed, TRAIN_STEPS))[:count] for seed in seeds]
+    return first + torch.stack(orders).sort(1).values
 
 
 class Recorder:
@@ -46,20 +64,14 @@ class Recorder:
         transition = type(step.transition)(*(c.expand(len(step.latents), *c.shape[1:]) for c in step.transition))
         picked = type(transition)(*(c[rows] for c in transition))
         mean = picked.mean(step.latents[rows], step.velocity[rows])
-        values = {
-            "latents": step.latents[rows],
-            "next_latents": step.next_latents[rows],
-            "log_prob": picked.log_prob(step.next_latents[rows], mean),
-        }
-        if self.plan.velocities:
-            values["velocity"] = step.velocity[rows]
-        for name, value in values.items():
+        for name in self.plan.fields:
+            value = picked.log_prob(step.next_latents[rows], mean) if name == "log_prob" else getattr(step, name)[rows]
             if name not in self.kept:
                 self.kept[name] = value.new_empty(*self.plan.kept.shape, *value.shape[1:])
             self.kept[name][rows.to(value.device), slots.to(value.device)] = value
 
     def transitions(self) -> dict[str, Tensor]:
-        """Name -> (B, K, ...) float32: latents, next_latents, log_prob, sigma, sigma_next, timestep, velocity."""
+        """Name -> (B, K, ...) float32: the fields of the plan, and sigma, sigma_next and timestep."""
         steps = self.plan.kept
         levels = {
             "sigma": self.schedule.sigmas[steps],

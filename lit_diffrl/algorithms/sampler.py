@@ -183,21 +183,25 @@ class DiffusionSampler(L.LightningModule):
         role: str = DEFAULT,
         solver: SolverName = "euler",
         recorder: Recorder | None = None,
+        initial_seeds: list[int] | None = None,
     ) -> Tensor:
-        """Final latents of the samples of ``rollout``, from noise that depends on their seeds alone."""
+        """Final latents of the samples of ``rollout``, from noise that depends on seeds alone.
+
+        ``initial_seeds`` are those of the initial noise, where they are not the samples' own.
+        """
         shape, seeds = self.policy.latent_shape(self.size), rollout.seeds.tolist()
 
-        def draw(*counters: int) -> Tensor:
+        def draw(seeds: list[int], *counters: int) -> Tensor:
             return self.policy.prepare_latents(randn(shape, seeds, *counters), self.size).to(self.device)
 
         return sample(
             lambda x, t: self.velocity(x, t, rollout.prompts, role=role, guidance_scale=guidance_scale),
-            draw(INITIAL),
+            draw(initial_seeds or seeds, INITIAL),
             schedule,
             solver=solver,
             kernel=self.kernel,
             stochastic=recorder.plan.stochastic if recorder is not None else None,
-            noise=lambda k: draw(STEP, k),
+            noise=lambda k: draw(seeds, STEP, k),
             on_step=recorder,
         )
 

@@ -20,7 +20,7 @@ import lit_diffrl.callbacks
 import lit_diffrl.policies  # noqa: F401
 from lit_diffrl.algorithms import DiffusionRL
 from lit_diffrl.callbacks.rewards import Reward, as_reward
-from lit_diffrl.checkpoints import build, read_config
+from lit_diffrl.checkpoints import build
 from lit_diffrl.cli import COMMANDS
 from lit_diffrl.cli.console import quiet, say
 from lit_diffrl.cli.parser import Parser, ShortHelp, dropped_arguments
@@ -29,6 +29,7 @@ from lit_diffrl.cli.refusal import is_refusal, unwrap
 from lit_diffrl.cli.resume import Changes, ConfiguredOptimizer, describe, differences
 from lit_diffrl.cli.standard import Name, complete
 from lit_diffrl.cli.trainer import Trainer
+from lit_diffrl.policies.saved import read_config
 from lit_diffrl.rollouts import RolloutDataModule
 
 _TRAINER_DEFAULTS = {

@@ -8,7 +8,8 @@ import lightning as L
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lit_diffrl.checkpoints import CONFIG_KEY, RUN_KEYS
+from lit_diffrl.checkpoints import RUN_KEYS
+from lit_diffrl.policies.saved import CONFIG_KEY
 
 
 class RunRecord(SaveConfigCallback):

@@ -5,9 +5,9 @@ from pathlib import Path
 import lightning as L
 
 from lit_diffrl.algorithms import DiffusionRL
-from lit_diffrl.callbacks.ema import STATE_KEY
-from lit_diffrl.checkpoints import Weights, load_weights, read_checkpoint
+from lit_diffrl.checkpoints import load_weights
 from lit_diffrl.cli.console import say
+from lit_diffrl.policies.saved import Weights, average_of, read_checkpoint
 
 
 class Trainer(L.Trainer):
@@ -33,6 +33,6 @@ class Trainer(L.Trainer):
         checkpoint = read_checkpoint(ckpt_path)
         load_weights(model, checkpoint, weights)
         model.policy.export(out_dir)
-        averaged = checkpoint.get("callbacks", {}).get(STATE_KEY, {}).get("average")
+        averaged = average_of(checkpoint)
         hint = "; the checkpoint also holds their average, --weights ema" if averaged and weights == "live" else ""
         say(f"wrote the {weights} weights of {ckpt_path} to {out_dir}{hint}")

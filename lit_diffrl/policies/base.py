@@ -19,6 +19,8 @@ from lit_diffrl.sampling import Schedule
 
 Grid = Literal["native", "linspace"]
 DType = Literal["float32", "bfloat16", "float16"]
+# Parts of the names of tensors that belong to roles which training does not move.
+_FROZEN = re.compile(r"\.(reference|teacher_\d+)\.")
 _EMBEDDED = Path(__file__).parent / "embedded"
 
 
@@ -202,10 +204,10 @@ class Policy(nn.Module, ABC):
 
     def trainable_state(self, state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
         """The part of a state dict of this module that training changes: what a checkpoint needs."""
-        frozen = prefix + "roles.copies.reference."
+        moving = {k: v for k, v in state.items() if not _FROZEN.search(k)}
         if self.lora is None:
-            return {k: v for k, v in state.items() if not k.startswith(frozen)}
-        return {k: v for k, v in state.items() if not k.startswith(prefix) or ".lora_" in k}
+            return moving
+        return {k: v for k, v in moving.items() if not k.startswith(prefix) or ".lora_" in k}
 
 
 def locate(pretrained: str) -> str:

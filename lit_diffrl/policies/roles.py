@@ -1,7 +1,8 @@
 """One backbone in several roles: the policy in training, and the weights it is compared with.
 
 With LoRA a role is a further adapter, and ``reference`` is the adapter switched off. With full fine-tuning a role is a
-copy of the transformer, made only when an algorithm asks for it.
+copy of the transformer, made only when an algorithm asks for it. A teacher is an adapter or a transformer of its own,
+whichever it was trained as.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Roles(nn.Module):
         return [DEFAULT, *reference, *self.adapters, *self.copies]
 
     def add(self, name: str) -> None:
-        """Make a role, a frozen copy of the present weights. Adding it twice does nothing."""
+        """Make a role, a frozen copy of the present weights. Making it twice does nothing."""
         if name in self.names:
             return
         transformer: Any = self._transformer[0]
@@ -65,6 +66,41 @@ class Roles(nn.Module):
         for ours, theirs in self._pairs(name):
             theirs.data = ours.data.clone()
             theirs.requires_grad_(False)
+
+    def add_copy(self, name: str, transformer: nn.Module) -> None:
+        """Make a role of a transformer of its own."""
+        self.copies[name] = transformer.requires_grad_(False).eval()
+
+    def add_adapter(self, name: str, state: dict[str, Tensor], metadata: dict[str, Any] | None) -> None:
+        """Make a role of a trained adapter; with full fine-tuning it sits on a copy of the present weights.
+
+        Args:
+            name: of the role.
+            state: tensors of the adapter in peft's format, each name led by ``transformer.``.
+            metadata: its configuration, each key led by ``transformer.``; read off the tensors where there is none.
+
+        Raises:
+            ValueError: if a tensor of it fits no layer.
+        """
+        transformer: Any = self._transformer[0]
+        host = transformer if self.lora is not None else copy.deepcopy(transformer)
+        # A deep copy: loading takes entries out of it.
+        host.load_lora_adapter(dict(state), prefix="transformer", adapter_name=name, metadata=copy.deepcopy(metadata))
+        found = {k: p for k, p in host.named_parameters() if f".{name}." in k}
+        given = [k for k in state if k.startswith("transformer.")]
+        strays = [k for k in given if k.removeprefix("transformer.").replace(".weight", f".{name}.weight") not in found]
+        if not given or strays:
+            stray = (strays or list(state))[0]
+            raise ValueError(f"{len(strays or state)} of its {len(state)} tensors fit no layer, such as {stray}")
+        for parameter in found.values():
+            parameter.data = parameter.data.float()
+        if self.lora is None:
+            self.add_copy(name, host)
+            return
+        transformer.set_adapter(DEFAULT)  # the newest adapter is the active one
+        self.adapters.append(name)
+        for parameter in found.values():
+            parameter.requires_grad_(False)
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
@@ -82,7 +118,7 @@ class Roles(nn.Module):
             return
         if torch.is_grad_enabled():
             raise RuntimeError(f"the role {name!r} can be used under torch.no_grad() only")
-        if self.lora is None:
+        if name in self.copies:
             before, self._active = self._active, (self.copies[name],)
             try:
                 yield

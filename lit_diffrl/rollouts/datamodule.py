@@ -26,6 +26,7 @@ class RolloutDataModule(L.LightningDataModule):
         val_prompts: held-out prompts that ``validate`` and the validation within ``fit`` score, one sample each.
         test_prompts: the prompts of ``test``; the validation prompts where omitted.
         predict_prompts: the prompts of ``predict``; the validation prompts where omitted.
+        prompt_sources: the sources of the training prompts that are used, and of the held-out ones; all where omitted.
         prompts_per_round: prompts drawn in a round, over all ranks.
         group_size: samples of each drawn prompt, whose rewards are compared.
         rollout_batch_size: samples a rank draws at once.
@@ -42,6 +43,7 @@ class RolloutDataModule(L.LightningDataModule):
         val_prompts: str | Path | None = None,
         test_prompts: str | Path | None = None,
         predict_prompts: str | Path | None = None,
+        prompt_sources: list[str] | None = None,
         prompts_per_round: int = 8,
         group_size: int = 8,
         rollout_batch_size: int = 16,
@@ -52,10 +54,10 @@ class RolloutDataModule(L.LightningDataModule):
         eval_seed: int = 0,
     ) -> None:
         super().__init__()
-        self.prompts = load_prompts(prompts)
-        self.val_prompts = load_prompts(val_prompts) if val_prompts else []
-        self.test_prompts = load_prompts(test_prompts) if test_prompts else self.val_prompts
-        self.predict_prompts = load_prompts(predict_prompts) if predict_prompts else self.val_prompts
+        self.prompts = load_prompts(prompts, prompt_sources)
+        self.val_prompts = load_prompts(val_prompts, prompt_sources) if val_prompts else []
+        self.test_prompts = load_prompts(test_prompts, prompt_sources) if test_prompts else self.val_prompts
+        self.predict_prompts = load_prompts(predict_prompts, prompt_sources) if predict_prompts else self.val_prompts
         self.prompts_per_round = prompts_per_round
         self.group_size = group_size
         self.rollout_batch_size = rollout_batch_size
@@ -72,14 +74,16 @@ class RolloutDataModule(L.LightningDataModule):
         """Check the round, tell the trainer how many micro-batches make an update, and print the derived numbers."""
         trainer = self._trainer
         rewards = [c for c in trainer.callbacks if getattr(c, "is_reward", False)]  # type: ignore[attr-defined]
-        if stage != "predict" and not rewards:
+        module: Any = trainer.lightning_module
+        needed = {"fit": module.needs_rewards or bool(self.val_prompts), "predict": False}.get(stage, True)
+        if needed and not rewards:
             raise ValueError("no reward: add one under `rewards:` or to Trainer(callbacks=[...])")
         if stage != "fit":
             if not {"validate": self.val_prompts, "test": self.test_prompts, "predict": self.predict_prompts}[stage]:
                 raise ValueError(f"`{stage}` needs prompts: set data.val_prompts or data.{stage}_prompts")
             return
-        module: Any = trainer.lightning_module
-        check_specs([reward.spec for reward in rewards], module.advantage_options["combine"])
+        if module.needs_rewards:
+            check_specs([reward.spec for reward in rewards], module.advantage_options["combine"])
         self.geometry = self._geometry(module.rows_per_sample, trainer.world_size)
         self.geometry.check(module.needs_groups)
         if trainer.accumulate_grad_batches not in (1, self.geometry.micro_batches):

@@ -114,9 +114,16 @@ class RolloutLoader:
         )
 
     def _compare(self, rollout: Rollout) -> bool:
-        """Advantages over the samples of all ranks, in one collective; whether any sample has a valid reward."""
+        """Advantages over the samples of all ranks, in one collective; whether there is anything to learn from."""
+        learns = self.module.needs_rewards
+        if not learns:  # rewards, if there are any, only watch
+            finite = [x.flatten(1).isfinite().all(1) for x in rollout.transitions.values()]
+            rollout.advantages, rollout.valid = torch.zeros(len(rollout)), torch.stack(finite).all(0)
         if not rollout.rewards:
-            raise RuntimeError("no reward callback scored the rollout: add one under `rewards:`")
+            if learns:
+                raise RuntimeError("no reward callback scored the rollout: add one under `rewards:`")
+            self.metrics = {}
+            return True
         names, specs, sources = list(rollout.rewards), list(rollout.reward_specs.values()), self.data.sources
         scores = torch.stack([rollout.rewards[k].double() for k in names], 1)
         applies = torch.tensor([[s.applies(source) for s in specs] for source in rollout.sources])
@@ -125,20 +132,24 @@ class RolloutLoader:
         table = gather(self.trainer, torch.cat([scores, applies.double(), ids.double()], 1)).flatten(0, 1)
         scores, applies = table[:, : len(names)], table[:, len(names) : -2].bool()
         group_ids, source_ids = table[:, -2].long(), table[:, -1].long()
+        whole = ["/" not in name for name in names]  # a part of a reward, name/part, may not apply by nature
+        self.metrics = {
+            "reward/failed": float((scores.isnan() & applies)[:, whole].sum()),
+            **{f"reward/{name}": finite_mean(scores[:, i]) for i, name in enumerate(names)},
+            **{f"reward/{name}/std": finite_std(scores[:, i]) for i, name in enumerate(names) if whole[i]},
+        }
+        if not learns:
+            return True
         outcome = advantages(scores, applies, specs, group_ids, **self.module.advantage_options)
         first = self.trainer.global_rank * len(rollout)
         here = slice(first, first + len(rollout))
         rollout.reward = outcome.reward[here].float()
         rollout.advantages = outcome.advantages[here].float()
         rollout.valid = outcome.valid[here]
-        whole = ["/" not in name for name in names]  # a part of a reward, name/part, may not apply by nature
-        self.metrics = {
+        self.metrics |= {
             "reward/mean": finite_mean(outcome.reward),
             "reward/std": finite_std(outcome.reward),
             "reward/flat_groups": outcome.flat_groups,
-            "reward/failed": float((scores.isnan() & applies)[:, whole].sum()),
-            **{f"reward/{name}": finite_mean(scores[:, i]) for i, name in enumerate(names)},
-            **{f"reward/{name}/std": finite_std(scores[:, i]) for i, name in enumerate(names) if whole[i]},
         }
         if len(sources) > 1:  # every source in every round, since loggers and ranks want a fixed set of names
             self.metrics |= {

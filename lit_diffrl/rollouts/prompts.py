@@ -26,13 +26,14 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
+def load_prompts(path: str | Path, sources: list[str] | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     Args:
         path: ``.txt``, one prompt a line, or ``.jsonl``, one object a line with ``prompt`` and optionally ``source``
             and any further keys. ``embedded:shapes/train.jsonl`` names a file that ships with the
             embedded model ``shapes``.
+        sources: those that are wanted; all where omitted.
 
     Returns:
         The prompts in the order of the file. Duplicates stay, since repeating a prompt weights it, with one warning.
@@ -51,6 +52,11 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         prompts = [read(line, f"{path}, line {i}") for i, line in enumerate(file, 1)]
     if not prompts:
         raise ValueError(f"prompt file {path} is empty")
+    if sources is not None:
+        known = sorted({p.source for p in prompts})
+        if unknown := set(sources) - set(known):
+            raise ValueError(f"data.prompt_sources names {sorted(unknown)}, but prompt file {path} has {known}")
+        prompts = [p for p in prompts if p.source in sources]
     repeated = [text for text, n in Counter(p.text for p in prompts).items() if n > 1]
     if repeated:
         warnings.warn(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # The purposes of a sample's draws, as counters, so that two of them never share numbers.
-INITIAL, STEP, TRAIN_NOISE, TRAIN_TIME = range(4)
+INITIAL, STEP, TRAIN_NOISE, TRAIN_TIME, TRAIN_STEPS = range(5)
 
 _MASK = (1 << 64) - 1
 

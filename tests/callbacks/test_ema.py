@@ -4,7 +4,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lit_diffrl.callbacks import EMA, averaged_state_dict
+from lit_diffrl.callbacks import EMA
+from lit_diffrl.policies.saved import weights_of
 from tests.callbacks.stand_in import Counter, loader, trainer
 
 
@@ -96,8 +97,8 @@ def test_a_checkpoint_within_validation_has_live_weights_and_resumes_exactly(tmp
     fit(tmp_path, EMA(0.9), SaveInValidation(path), limit_val_batches=1)
     saved = torch.load(path, weights_only=True)
     assert saved["state_dict"]["weight"].item() == 3
-    assert averaged_state_dict(saved)["weight"].item() == pytest.approx(0.561, abs=1e-6)
-    assert set(averaged_state_dict(saved)) == {"weight", "frozen"}
+    assert weights_of(saved, "ema")["weight"].item() == pytest.approx(0.561, abs=1e-6)
+    assert set(weights_of(saved, "ema")) == {"weight", "frozen"}
 
     _, whole = fit(tmp_path, EMA(0.9), updates=5)
     ema, module = EMA(0.9), Counter()
@@ -133,7 +134,7 @@ def test_another_models_average_is_refused(tmp_path):
 
 def test_a_checkpoint_without_average_says_so():
     with pytest.raises(ValueError, match="holds no average"):
-        averaged_state_dict({"state_dict": {}, "callbacks": {}})
+        weights_of({"state_dict": {}, "callbacks": {}}, "ema")
 
 
 @pytest.mark.parametrize("options, said", [({"decay": 1.0}, "decay of EMA is 1.0"), ({"start_step": -1}, "start_step")])
@@ -148,4 +149,4 @@ def test_the_average_of_a_subclass_is_found_in_its_checkpoint(tmp_path):
 
     fit(tmp_path, Slower(0.9), ModelCheckpoint(tmp_path, filename="s"), enable_checkpointing=True)
     saved = torch.load(tmp_path / "s.ckpt", weights_only=True)
-    assert averaged_state_dict(saved)["weight"].item() == pytest.approx(0.561, abs=1e-6)
+    assert weights_of(saved, "ema")["weight"].item() == pytest.approx(0.561, abs=1e-6)

@@ -31,7 +31,7 @@ def test_public_names_are_there_and_others_are_told_apart():
     import lit_diffrl
 
     assert all(getattr(lit_diffrl, name) for name in lit_diffrl.__all__)
-    with pytest.raises(AttributeError, match="it has RVM"):
+    with pytest.raises(AttributeError, match="it has AWM"):
         lit_diffrl.RMV  # noqa: B018
 
 

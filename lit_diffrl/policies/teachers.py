@@ -1,0 +1,116 @@
+"""Teachers: trained weights of the student's architecture, from wherever they were saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_diffrl.policies.base import Policy, locate
+from lit_diffrl.policies.lora import LoRA
+from lit_diffrl.policies.saved import Weights, config_text, find_checkpoint, read_checkpoint, weights_of
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Where a teacher's weights lie, and how it is asked.
+
+    Attributes:
+        path: the folder of a run of ``lit-diffrl fit`` or one of its checkpoints; a LoRA, as a folder, file or hub id;
+            or a transformer, as the folder of it, of what holds it as ``transformer/``, or the hub id of a pipeline.
+        guidance_scale: of the teacher; the student's where omitted.
+        weights: of a run: ``live``, those in training, or ``ema``, their average.
+    """
+
+    path: str
+    guidance_scale: float | None = None
+    weights: Weights = "live"
+
+    def check(self) -> None:
+        """Look whether there is anything, before a model is loaded.
+
+        Raises:
+            FileNotFoundError: if not.
+        """
+        if (checkpoint := find_checkpoint(self.path)) is not None:
+            if not checkpoint.is_file():
+                raise FileNotFoundError(f"there is no checkpoint {checkpoint}")
+        elif not (Path(self.path).expanduser().is_dir() or Path(self.path).expanduser().is_file()):
+            try:
+                locate(self.path)
+            except (FileNotFoundError, ValueError):
+                raise FileNotFoundError(
+                    f"{self.path!r} is neither the folder of a run, a checkpoint, a LoRA, a transformer, nor a hub id "
+                    "like 'owner/name'"
+                ) from None
+
+
+def add_teacher(policy: Policy, role: str, teacher: Teacher) -> None:
+    """Load a teacher and make it a role of a loaded policy.
+
+    Raises:
+        ValueError: if its weights do not fit the policy's transformer.
+        OSError: if they cannot be read.
+    """
+    try:
+        checkpoint = find_checkpoint(teacher.path)
+        if checkpoint is not None:
+            _from_run(policy, role, checkpoint, teacher.weights)
+        elif folder := _transformer_folder(teacher.path):
+            loaded = type(policy.transformer).from_pretrained(folder, torch_dtype=policy.dtype)
+            _add_transformer(policy, role, loaded.state_dict())
+        else:
+            _from_hub(policy, role, teacher.path)
+    except ValueError as e:
+        raise ValueError(f"the teacher {teacher.path} does not fit the model: {e}") from e
+
+
+def _from_run(policy: Policy, role: str, path: Path, weights: Weights) -> None:
+    checkpoint = read_checkpoint(path)
+    trained = yaml.safe_load(config_text(checkpoint, path))["model"]["init_args"]["policy"]
+    options = trained["init_args"]
+    if locate(options["pretrained"]) != policy.pretrained:
+        rank_zero_warn(
+            f"the teacher {path} was trained from {options['pretrained']!r}, the student starts from "
+            f"{policy.pretrained!r}: they must be the same model"
+        )
+    prefix = "policy.transformer."
+    state = {k.removeprefix(prefix): v for k, v in weights_of(checkpoint, weights).items() if k.startswith(prefix)}
+    if options.get("lora") is None:
+        _add_transformer(policy, role, state)
+        return
+    config = LoRA(**options["lora"]).config(policy.lora_targets).to_dict()
+    adapter = {f"transformer.{k.replace('.default.', '.')}": v for k, v in state.items() if ".default." in k}
+    policy.roles.add_adapter(role, adapter, {f"transformer.{k}": v for k, v in config.items()})
+
+
+def _from_hub(policy: Policy, role: str, path: str) -> None:
+    """A LoRA in the format of diffusers; a hub id may be that of a pipeline as well."""
+    try:
+        state, metadata = policy.pipeline.lora_state_dict(path, return_lora_metadata=True)
+    except OSError:
+        if Path(path).expanduser().exists():
+            raise
+        loaded = type(policy.transformer).from_pretrained(path, subfolder="transformer", torch_dtype=policy.dtype)
+        _add_transformer(policy, role, loaded.state_dict())
+        return
+    policy.roles.add_adapter(role, state, metadata)
+
+
+def _transformer_folder(path: str) -> Path | None:
+    """The folder of a transformer's weights, if the path is that of one, or of what holds it."""
+    folder = Path(path).expanduser()
+    return next((f for f in (folder / "transformer", folder) if (f / "config.json").is_file()), None)
+
+
+def _add_transformer(policy: Policy, role: str, state: dict[str, Tensor]) -> None:
+    bare: Any = type(policy.transformer).from_config(dict(policy.transformer.config))
+    try:
+        bare.load_state_dict(state)
+    except RuntimeError as e:
+        raise ValueError(str(e)) from e
+    policy.roles.add_copy(role, bare.to(policy.device, policy.dtype))
