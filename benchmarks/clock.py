@@ -20,11 +20,13 @@ class Clock(Callback):
     Args:
         path: a file of JSON lines.
         scores: short name -> name of the held-out score.
+        budget: CPU seconds after which the run ends, at the next validation.
     """
 
-    def __init__(self, path: Path, scores: dict[str, str] = SCORES) -> None:
+    def __init__(self, path: Path, scores: dict[str, str] = SCORES, budget: float | None = None) -> None:
         self.path = Path(path)
         self.scores = scores
+        self.budget = budget
         self.evaluating = self.started = self.cpu = self.learning = self.update_phase = 0.0
 
     def on_sanity_check_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -54,6 +56,8 @@ class Clock(Callback):
             # Validation stands within the epoch, and so within the update phase of its round.
             self.learning += now - self.evaluating
             self.started = now
+            if self.budget is not None and self.cpu >= self.budget:
+                trainer.should_stop = True
 
     def note(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         row = {

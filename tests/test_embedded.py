@@ -114,7 +114,7 @@ def test_prompt_files_are_disjoint_and_readable() -> None:
 def test_files_are_what_the_program_writes(tmp_path: Path) -> None:
     load_module("world")
     load_module("prompts").write(tmp_path)
-    for part in ("train", "val", "test"):
+    for part in ("train", "val", "test", "tasks_train", "tasks_val"):
         assert (tmp_path / f"{part}.jsonl").read_text() == (SHAPES / "prompts" / f"{part}.jsonl").read_text()
 
 

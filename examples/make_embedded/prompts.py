@@ -37,9 +37,29 @@ def training() -> list[Composition]:
     return chosen
 
 
+def by_task(compositions: list[Composition]) -> list[tuple[Composition, str]]:
+    """The same prompts by what is asked of them: relations for position, the others for colours and shapes or count.
+
+    Pairs go to the two latter in turn, single objects to colours and shapes, several alike to count.
+    """
+    sources, pairs = [], 0
+    for composition in compositions:
+        pairs += composition.kind == "pair"
+        task = {"relation": "position", "single": "colour_shape", "count": "count"}.get(composition.kind)
+        sources.append(task or ("colour_shape", "count")[pairs % 2])
+    return list(zip(compositions, sources))
+
+
 def write(directory: Path) -> None:
-    """Writes train.jsonl, val.jsonl and test.jsonl with rows {"prompt": ..., "source": kind}."""
+    """Writes the prompt files, with rows {"prompt": ..., "source": ...}.
+
+    train.jsonl, val.jsonl and test.jsonl have the kind as source; tasks_train.jsonl and tasks_val.jsonl have the same
+    prompts by task, the latter those of both held-out files.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for name, chosen in (("train", training()), ("val", held_out("val")), ("test", held_out("test"))):
-        rows = (json.dumps({"prompt": caption(c), "source": c.kind}) for c in chosen)
-        (directory / f"{name}.jsonl").write_text("".join(row + "\n" for row in rows))
+    parts = {"train": training(), "val": held_out("val"), "test": held_out("test")}
+    files = {name: [(c, c.kind) for c in chosen] for name, chosen in parts.items()}
+    files["tasks_train"], files["tasks_val"] = by_task(parts["train"]), by_task(parts["val"] + parts["test"])
+    for name, rows in files.items():
+        lines = (json.dumps({"prompt": caption(c), "source": source}) for c, source in rows)
+        (directory / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -152,8 +152,7 @@ class JAGG(FlowGRPO):
             k: (x.view(n, w).amax(1) if k.endswith("_max") else x.view(n, w).mean(1)) for k, x in metrics.items()
         }
         if self.diagnose_every and self.loader.round % self.diagnose_every == 0 and self.loader.position == 1:
-            loudest = int(batch.advantages.abs().argmax())
-            metrics |= self.diagnose(flat, loudest, signals[loudest], sigma[loudest])
+            metrics |= self.diagnose(flat, signals, sigma)
         value = rows.detach().view(n, w).mean(1)
         return value + surrogate - surrogate.detach(), metrics | {"linearity": linearity}
 
@@ -191,19 +190,23 @@ class JAGG(FlowGRPO):
         kept, rows = flat.transitions, rows.to(flat.transitions["latents"].device)
         return self.velocity(kept["latents"][rows], kept["timestep"][rows], [flat.prompts[i] for i in rows.tolist()])
 
-    def diagnose(self, flat: Rollout, group: int, signals: Tensor, sigma: Tensor) -> dict[str, Tensor]:
-        """Cosine and relative error of the gradient of one group, against the exact one."""
+    def diagnose(self, flat: Rollout, signals: Tensor, sigma: Tensor) -> dict[str, Tensor]:
+        """Cosine and relative error of the gradient of one group, that of the strongest signals (N, W, ...)."""
+        exact, ours = self.gradients(flat, signals, sigma, int(signals.flatten(1).norm(dim=1).argmax()))
+        return {
+            "gradient_cosine": cosine_similarity(exact, ours, dim=0),
+            "gradient_error": (ours - exact).norm() / exact.norm(),
+        }
+
+    def gradients(self, flat: Rollout, signals: Tensor, sigma: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """The gradient of one group by all W Jacobians, and by interpolation: two vectors of all trained weights."""
         velocity = self.velocity_of(flat, group * self.window + torch.arange(self.window))
         weights = [p for p in self.policy.parameters() if p.requires_grad]
-        mixing = self.mixing(self.alpha(sigma[None]), exact=sigma.new_zeros(1, dtype=torch.bool))[0]
+        mixing = self.mixing(self.alpha(sigma[group, None]), exact=sigma.new_zeros(1, dtype=torch.bool))[0]
 
         def gradient(upstream: Tensor) -> Tensor:
             upstream = upstream.view_as(velocity)
             parts = torch.autograd.grad(velocity, weights, upstream, retain_graph=True, materialize_grads=True)
             return torch.cat([g.flatten() for g in parts])
 
-        exact, ours = gradient(signals), gradient(mixing @ signals)
-        return {
-            "gradient_cosine": cosine_similarity(exact, ours, dim=0),
-            "gradient_error": (ours - exact).norm() / exact.norm(),
-        }
+        return gradient(signals[group]), gradient(mixing @ signals[group])

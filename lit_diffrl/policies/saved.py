@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +17,20 @@ EMA_KEY = "EMA"
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """The checkpoint file of a run, given itself or the folder of the run; ``None`` for anything else."""
+    """The checkpoint file of a run.
+
+    Args:
+        path: the file, the folder of the run, or the one above it, in which the newest ``version_<n>`` counts.
+
+    Returns:
+        The file, which exists unless it was named itself; ``None`` for anything else.
+    """
     path = Path(path).expanduser()
     if path.suffix == ".ckpt":
         return path
-    last = path / "checkpoints" / "last.ckpt"
-    return last if last.is_file() else None
+    versions = sorted(path.glob("version_*"), key=lambda p: int(re.sub(r"\D", "", p.name) or 0), reverse=True)
+    files = (folder / "checkpoints" / "last.ckpt" for folder in (path, *versions))
+    return next((file for file in files if file.is_file()), None)
 
 
 def weights_of(checkpoint: dict[str, Any], weights: Weights = "live") -> dict[str, Tensor]:

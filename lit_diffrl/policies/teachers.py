@@ -20,8 +20,9 @@ class Teacher:
     """Where a teacher's weights lie, and how it is asked.
 
     Attributes:
-        path: the folder of a run of ``lit-diffrl fit`` or one of its checkpoints; a LoRA, as a folder, file or hub id;
-            or a transformer, as the folder of it, of what holds it as ``transformer/``, or the hub id of a pipeline.
+        path: the folder of a run of ``lit-diffrl fit``, or of its versions, or one of its checkpoints; a LoRA, as a
+            folder, file or hub id; or a transformer, as the folder of it, of what holds it as ``transformer/``, or the
+            hub id of a pipeline.
         guidance_scale: of the teacher; the student's where omitted.
         weights: of a run: ``live``, those in training, or ``ema``, their average.
     """
@@ -83,7 +84,8 @@ def _from_run(policy: Policy, role: str, path: Path, weights: Weights) -> None:
     if options.get("lora") is None:
         _add_transformer(policy, role, state)
         return
-    config = LoRA(**options["lora"]).config(policy.lora_targets).to_dict()
+    lora = options["lora"]
+    config = LoRA(**lora.get("init_args", lora)).config(policy.lora_targets).to_dict()
     adapter = {f"transformer.{k.replace('.default.', '.')}": v for k, v in state.items() if ".default." in k}
     policy.roles.add_adapter(role, adapter, {f"transformer.{k}": v for k, v in config.items()})
 
