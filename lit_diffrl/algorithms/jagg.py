@@ -44,7 +44,7 @@ class JAGG(FlowGRPO):
         velocities: ``auto`` takes those of the rollout until the first update after it, then computes the ones between
             the endpoints without gradient; ``fresh`` computes all of them again, as the released prototype does.
         diagnose_every: rounds between comparisons with the exact gradient of one group (``train/gradient_cosine`` and
-            ``train/gradient_error``, W further backward rows); 0 for none.
+            ``train/gradient_error``, W further rows forward and 2 W backward); 0 for none.
         kwargs: see :class:`~lit_diffrl.algorithms.flow_grpo.FlowGRPO`.
     """
 
@@ -66,10 +66,12 @@ class JAGG(FlowGRPO):
             raise ValueError(f"model.window is {window}; a group has two endpoints, so it must be at least 2")
         if (hi - lo) % window or hi == lo:
             fitting = (hi - lo) // window * window
-            remedy = f"model.window_range {[lo, lo + fitting]}, or" if fitting else "a smaller model.window, or"
+            remedy = f"model.window_range {[lo, lo + fitting]}" if fitting else "a smaller model.window"
+            if kwargs.get("window_range") is None:  # then the range grows with the grid
+                remedy += f", or model.num_steps {self.num_steps + window - (hi - lo) % window}"
             raise ValueError(
                 f"model.window_range {[lo, hi]} has {hi - lo} steps, not a multiple of model.window {window}: use "
-                f"{remedy} model.num_steps {self.num_steps + window - (hi - lo) % window}"
+                f"{remedy}"
             )
         total = (hi - lo) // window
         groups = total if groups_per_sample is None else groups_per_sample
@@ -135,9 +137,8 @@ class JAGG(FlowGRPO):
         n, w = len(batch), self.window
         groups = dict(batch.transitions)
         linearity, sigma = groups.pop("linearity"), groups["sigma"]
-        flat = Rollout.from_state({**batch.state_dict(), "transitions": groups}).rows(
-            torch.arange(n).repeat_interleave(w), torch.arange(w).repeat(n)
-        )
+        flat = batch.without("transitions")[torch.arange(n).repeat_interleave(w)]
+        flat.transitions = {k: x.flatten(0, 1) for k, x in groups.items()}
         # Groups are sorted by linearity, so routing by rank is routing by count: equal on all ranks.
         mixing = self.mixing(self.alpha(sigma), exact=batch.draws.to(sigma.device) >= self.routed)
         learnt = mixing.any(2).flatten()
@@ -145,7 +146,7 @@ class JAGG(FlowGRPO):
         proxy = self.known(flat, live, learnt).requires_grad_()
         rows, metrics = self.objective(proxy, flat)
         signals = torch.autograd.grad(rows.sum() / w, proxy)[0].view(n, w, -1)
-        composite = (mixing @ signals).flatten(0, 1)[learnt]
+        composite = mix(mixing, signals).flatten(0, 1)[learnt]
         owner = torch.arange(n, device=live.device).repeat_interleave(w)[learnt]
         surrogate = live.new_zeros(n).index_add(0, owner, (composite * live.flatten(1)).sum(1))
         metrics = {
@@ -192,9 +193,10 @@ class JAGG(FlowGRPO):
 
     def diagnose(self, flat: Rollout, signals: Tensor, sigma: Tensor) -> dict[str, Tensor]:
         """Cosine and relative error of the gradient of one group, that of the strongest signals (N, W, ...)."""
-        exact, ours = self.gradients(flat, signals, sigma, int(signals.flatten(1).norm(dim=1).argmax()))
+        group = int(signals.flatten(1).norm(dim=1).argmax())
+        exact, ours = self.gradients(flat, signals / signals.abs().max(), sigma, group)  # nothing underflows in float16
         return {
-            "gradient_cosine": cosine_similarity(exact, ours, dim=0),
+            "gradient_cosine": exact @ ours / (exact.norm() * ours.norm()),
             "gradient_error": (ours - exact).norm() / exact.norm(),
         }
 
@@ -209,4 +211,10 @@ class JAGG(FlowGRPO):
             parts = torch.autograd.grad(velocity, weights, upstream, retain_graph=True, materialize_grads=True)
             return torch.cat([g.flatten() for g in parts])
 
-        return gradient(signals[group]), gradient(mixing @ signals[group])
+        return gradient(signals[group]), gradient(mix(mixing, signals[group]))
+
+
+def mix(mixing: Tensor, signals: Tensor) -> Tensor:
+    """The composites (..., W, D), in float32 whatever the precision of the network."""
+    with torch.autocast(signals.device.type, enabled=False):
+        return mixing @ signals

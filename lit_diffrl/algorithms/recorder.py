@@ -60,12 +60,8 @@ class Recorder:
         rows, slots = torch.nonzero(self.plan.kept == step.number, as_tuple=True)
         if not len(rows):
             return
-        # Coefficients are (B, 1, ...) where samples differ in which steps are stochastic.
-        transition = type(step.transition)(*(c.expand(len(step.latents), *c.shape[1:]) for c in step.transition))
-        picked = type(transition)(*(c[rows] for c in transition))
-        mean = picked.mean(step.latents[rows], step.velocity[rows])
         for name in self.plan.fields:
-            value = picked.log_prob(step.next_latents[rows], mean) if name == "log_prob" else getattr(step, name)[rows]
+            value = _log_prob(step, rows) if name == "log_prob" else getattr(step, name)[rows]
             if name not in self.kept:
                 self.kept[name] = value.new_empty(*self.plan.kept.shape, *value.shape[1:])
             self.kept[name][rows.to(value.device), slots.to(value.device)] = value
@@ -79,3 +75,11 @@ class Recorder:
             "timestep": self.schedule.timesteps[steps],
         }
         return self.kept | levels
+
+
+def _log_prob(step: Step, rows: Tensor) -> Tensor:
+    """The log-probability of some samples' step, which must be stochastic for them."""
+    # Coefficients are (B, 1, ...) once a sample's step is stochastic, or (1, ...) if all of them are alike.
+    coefficients = (c.expand(len(step.latents), *c.shape[1:])[rows] for c in step.transition)
+    transition = type(step.transition)(*coefficients)
+    return transition.log_prob(step.next_latents[rows], transition.mean(step.latents[rows], step.velocity[rows]))

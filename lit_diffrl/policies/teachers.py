@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -115,4 +116,6 @@ def _add_transformer(policy: Policy, role: str, state: dict[str, Tensor]) -> Non
         bare.load_state_dict(state)
     except RuntimeError as e:
         raise ValueError(str(e)) from e
-    policy.roles.add_copy(role, bare.to(policy.device, policy.dtype))
+    if policy.dtype != torch.float32:
+        bare = bare.to(policy.dtype)
+    policy.roles.add_copy(role, bare.to(policy.device))
