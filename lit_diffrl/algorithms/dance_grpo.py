@@ -6,7 +6,6 @@ Flow-GRPO.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lit_diffrl.algorithms.flow_grpo import FlowGRPO
@@ -28,7 +27,7 @@ class DanceGRPO(FlowGRPO):
         eta: their noise level, 0.3 in the released image recipes, 0.25 for HunyuanVideo.
         shared_noise: start all samples of a group from the same noise.
         steps_per_sample: transitions that are trained on, drawn at random for each sample from the range of steps;
-            0.6 of the range where omitted.
+            0.6 of the range, rounded down, where omitted.
         kwargs: see :class:`~lit_diffrl.algorithms.flow_grpo.FlowGRPO`; there is no ``window``.
     """
 
@@ -43,7 +42,7 @@ class DanceGRPO(FlowGRPO):
     ) -> None:
         super().__init__(policy, kernel=kernel, eta=eta, window=None, shared_noise=shared_noise, **kwargs)
         lo, hi = self.window_range
-        count = math.ceil(_TRAINED * (hi - lo)) if steps_per_sample is None else steps_per_sample
+        count = max(1, int(_TRAINED * (hi - lo))) if steps_per_sample is None else steps_per_sample
         if not 1 <= count <= hi - lo:
             raise ValueError(
                 f"model.steps_per_sample is {count}; it must lie between 1 and the {hi - lo} steps of the range "

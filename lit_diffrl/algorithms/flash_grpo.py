@@ -76,6 +76,9 @@ class FlashGRPO(FlowGRPO):
         stochastic = torch.zeros(len(rollout), self.num_steps, dtype=torch.bool).scatter(1, kept, True)
         return Plan(stochastic, kept, self.fields)
 
+    def on_round_start(self, round_: int) -> None:  # noqa: D102
+        self._mean_of_update = None
+
     def mean_inverse_gain(self) -> float:
         """Mean of 1/lambda over the samples of the update, of all ranks: the same for every split into micro-batches.
 
@@ -89,7 +92,5 @@ class FlashGRPO(FlowGRPO):
                 for rank in range(geometry.world_size)
                 for sample in split_into_updates(self.data.seed, key[0], geometry, rank)[key[1]]
             ]
-            sigmas = self.schedule().sigmas
-            gain = self.kernel.transition(sigmas[:-1], sigmas[1:], sigmas).gain[torch.tensor(kept)]
-            self._mean_of_update = key, (1 / gain).mean().item()
+            self._mean_of_update = key, self.inverse_gains()[kept].mean().item()
         return self._mean_of_update[1]

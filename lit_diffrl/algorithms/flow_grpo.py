@@ -94,6 +94,10 @@ class FlowGRPO(DiffusionRL):
             raise ValueError(
                 f"model.window is {window}; it must lie between 1 and the {hi - lo} steps of the range {[lo, hi]}"
             )
+        if guard and step_weight != "uniform":
+            raise ValueError(
+                f"model.step_weight is {step_weight!r}; model.guard weights steps by itself: use 'uniform'"
+            )
         self._kernel = Kernel(kernel, eta)
         self.clip = clip
         self.kl = kl
@@ -172,7 +176,7 @@ class FlowGRPO(DiffusionRL):
         return self.kernel.transition(kept["sigma"], kept["sigma_next"], sigmas, kept["latents"].ndim)
 
     def guarded(self, log_ratio: Tensor, step: Transition, velocity: Tensor, old_velocity: Tensor) -> Tensor:
-        """GRPO-Guard, equation 10: equals ``mean eps (mu - mu_old)``, of mean 0 and one spread at all noise levels."""
+        """The ratio of GRPO-Guard: equals ``mean eps (mu - mu_old)``, of mean 0 and one spread at all noise levels."""
         shift = (step.b * (velocity - old_velocity)) ** 2 / (2 * step.std**2)
         return (log_ratio + shift.flatten(1).mean(1)) * step.std.flatten()
 
@@ -180,7 +184,7 @@ class FlowGRPO(DiffusionRL):
         """The weight of each row: 1/lambda, of mean 1 over the trainable steps, and the step length of GRPO-Guard."""
         weight: Tensor | float = 1.0
         if self.guard:
-            weight = 1 / (kept["sigma"] - kept["sigma_next"])  # equation 11
+            weight = 1 / (kept["sigma"] - kept["sigma_next"])
         if self.step_weight == "inverse_gain":
             weight = weight / step.gain.flatten() / self.mean_inverse_gain()
         return weight
@@ -188,5 +192,9 @@ class FlowGRPO(DiffusionRL):
     def mean_inverse_gain(self) -> float:
         """Mean of 1/lambda over the steps from which the window is drawn."""
         lo, hi = self.window_range
+        return self.inverse_gains()[lo:hi].mean().item()
+
+    def inverse_gains(self) -> Tensor:
+        """(T,) 1/lambda of every step of the grid."""
         sigmas = self.schedule().sigmas
-        return (1 / self.kernel.transition(sigmas[lo:hi], sigmas[lo + 1 : hi + 1], sigmas).gain).mean().item()
+        return 1 / self.kernel.transition(sigmas[:-1], sigmas[1:], sigmas).gain

@@ -48,5 +48,12 @@ class MixGRPO(FlowGRPO):
         """The first stochastic step of a round, equal on all ranks."""
         lo, hi = self.window_range
         last = hi - lo - self.window
-        moved = round_ // self.shift_every * self.stride
-        return lo + (moved % (last + 1) if self.wrap else min(moved, last))
+        shifts = round_ // self.shift_every
+        if self.wrap:
+            shifts %= last // self.stride + 1
+        return lo + min(shifts * self.stride, last)
+
+    def mean_inverse_gain(self) -> float:
+        """Mean of 1/lambda over the window of the round: over all its places, the weights would fall as it moves."""
+        start = self.window_start(self.loader.round)
+        return self.inverse_gains()[start : start + self.window].mean().item()

@@ -42,7 +42,7 @@ class DiffusionNFT(MatchingRL):
         adaptive: divide each branch by its own mean error in data space, as the released code does; plain velocity
             space otherwise, where the loss equals that of RVM with the old policy as anchor.
         kwargs: see :class:`~lit_diffrl.algorithms.base.DiffusionRL`. Advantages are scaled by the global deviation by
-            default, as in the paper.
+            default, as in the released code.
     """
 
     behaviour = "old"

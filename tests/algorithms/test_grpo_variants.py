@@ -376,6 +376,8 @@ def test_the_guard_takes_the_bias_and_the_dependence_on_the_step_out_of_the_log_
         (MixGRPO, {"window": 2, "stride": 0}, "model.stride is 0"),
         (MixGRPO, {"window": 3, "window_range": (1, 3)}, "model.window is 3; it must lie between 1 and the 2 steps"),
         (MixGRPO, {"window": 2, "solver": "dpm2"}, "stochastic steps need 'euler'"),
+        # Either makes steps equally strong: both together would not.
+        (FlowGRPO, {"guard": True, "step_weight": "inverse_gain"}, "model.step_weight is 'inverse_gain'; model.guard"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(algorithm, options, message):

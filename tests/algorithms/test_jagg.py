@@ -410,7 +410,7 @@ def test_only_the_step_that_is_not_clipped_sends_a_signal(position):
         {"kl": 0.3, "kl_mode": "velocity"},
         {"guard": True},
         {"step_weight": "inverse_gain"},
-        {"guard": True, "step_weight": "inverse_gain", "kl": 0.3, "kernel": "cps", "eta": 0.5},
+        {"guard": True, "kl": 0.3, "kernel": "cps", "eta": 0.5},
     ],
     ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()),
 )
