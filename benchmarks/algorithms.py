@@ -21,6 +21,7 @@ BASELINE = "flow_grpo"
 ALGORITHMS = (
     BASELINE,
     "flow_grpo_fast",
+    "flow_grpo_cfg",
     "dance_grpo",
     "mix_grpo",
     "grpo_guard",

@@ -35,7 +35,8 @@ def run(name, folder, prompts, out, ranks, *callbacks, ckpt=None, rounds=2):
     out.mkdir(exist_ok=True)
     torch.manual_seed(ranks)  # nothing may come from the global generator
     module = helpers.algorithm(name, folder)
-    module.optimizer = lambda p: torch.optim.SGD(p, lr=0.1)
+    rate = 2.0 if name in ("flash_grpo", "jagg") else 0.1  # more than rounding
+    module.optimizer = lambda p: torch.optim.SGD(p, lr=rate)
     many = {"strategy": "ddp_fork", "devices": ranks} if ranks > 1 else {}
     trainer = helpers.trainer(Report(out), *callbacks, max_epochs=rounds, limit_val_batches=None, **many)
     options = dict(prompts_per_round=3, group_size=2, rollout_batch_size=2, batch_size=2, updates_per_round=3)
@@ -57,7 +58,7 @@ def prompts(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["flow_grpo", "nft"])
+@pytest.fixture(scope="module", params=["flow_grpo", "nft", "flash_grpo", "jagg"])
 def one_and_two(request, sd35_folder, prompts, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param)
     return tuple(run(request.param, sd35_folder, prompts, out / str(ranks), ranks) for ranks in (1, 2))
@@ -99,6 +100,8 @@ def test_metrics_of_two_ranks_are_those_of_one(one_and_two):
     for name, value in one[0]["metrics"].items():
         if "ratio" in name or "clip" in name:
             continue  # of the size of rounding
+        if name.startswith("train/gradient_"):
+            continue  # of the one group that each rank looks at
         for rank in two:
             assert rank["metrics"][name] == pytest.approx(value, rel=2e-2, abs=1e-4), name
 

@@ -10,7 +10,8 @@ from lit_diffrl.callbacks import EMA
 from lit_diffrl.policies import LoRA
 from tests import helpers
 
-ROUNDS, UPDATES = 4, 2
+ROUNDS, UPDATES = 3, 2
+SIZES = dict(group_size=2, updates_per_round=UPDATES, batch_size=3)
 
 
 class Memory(DummyLogger):
@@ -24,9 +25,13 @@ class Memory(DummyLogger):
         self.rows.setdefault(step, {}).update({k: v for k, v in metrics.items() if not k.startswith("time/")})
 
 
-def merged(first, second):
-    """The rows of a run and of the one that takes it up."""
-    return {step: first.get(step, {}) | second.get(step, {}) for step in {*first, *second}}
+def merged(*parts):
+    """The rows of a run and of those that take it up."""
+    rows = {}
+    for part in parts:
+        for step, row in part.items():
+            rows[step] = rows.get(step, {}) | row
+    return rows
 
 
 class Stop(Exception):
@@ -53,9 +58,10 @@ def run(name, folder, prompts, lora, *callbacks, ckpt=None, seed=0):
     torch.manual_seed(seed)
     module, ema, memory = helpers.algorithm(name, folder, lora), EMA(0.8), Memory()
     saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
-    options = dict(max_epochs=ROUNDS, logger=memory, limit_val_batches=None, check_val_every_n_epoch=2)
+    options = dict(max_epochs=ROUNDS, logger=memory, limit_val_batches=None)
     trainer = helpers.trainer(ema, *callbacks, enable_checkpointing=saves, **options)
-    data = helpers.data(prompts, updates_per_round=UPDATES, batch_size=3)
+    data = helpers.data(prompts, **SIZES)
+    data.val_prompts = data.val_prompts[:2]
     try:
         trainer.fit(module, datamodule=data, ckpt_path=ckpt)
     except Stop:
@@ -80,20 +86,15 @@ def equal(a, b):
 def test_resume_at_and_inside_a_round_is_exact(sd35_folder, prompt_file, tmp_path, name, lora):
     straight, rows = run(name, sd35_folder, prompt_file, lora)
     inside, end = tmp_path / "inside.ckpt", tmp_path / "end.ckpt"
-    stops = {
-        inside: [StopAfter(inside, update=3)],
-        end: [
-            ModelCheckpoint(tmp_path, "end", every_n_epochs=1, enable_version_counter=False),
-            StopAfter(end, round_=2),
-        ],
-    }
-    for path, callbacks in stops.items():
-        stopped, before = run(name, sd35_folder, prompt_file, lora, *callbacks)
-        assert stopped is None
-        resumed, after = run(name, sd35_folder, prompt_file, lora, ckpt=path, seed=99)
-        for a, b in zip(straight, resumed):
-            equal(a, b)
-        equal(rows, merged(before, after))
+    at_end = ModelCheckpoint(tmp_path, "end", every_n_epochs=1, enable_version_counter=False)
+    # Stopped inside the second round, taken up from there, and stopped and taken up again after that round.
+    stopped, first = run(name, sd35_folder, prompt_file, lora, StopAfter(inside, update=3))
+    again, second = run(name, sd35_folder, prompt_file, lora, at_end, StopAfter(end, round_=2), ckpt=inside, seed=98)
+    assert stopped is None and again is None
+    resumed, third = run(name, sd35_folder, prompt_file, lora, ckpt=end, seed=99)
+    for a, b in zip(straight, resumed):
+        equal(a, b)
+    equal(rows, merged(first, second, third))
 
 
 def test_a_checkpoint_of_another_model_is_refused(sd35_folder, prompt_file, tmp_path):
@@ -113,12 +114,12 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(sd35_folder, prompt
     assert any(".old." in k for k in state) and any(".default." in k for k in state)
 
 
-@pytest.mark.parametrize("changed", [{"batch_size": 2}, {"group_size": 2}])
+@pytest.mark.parametrize("changed", [{"batch_size": 2}, {"group_size": 4}])
 def test_a_half_learnt_round_is_not_taken_up_with_other_batches(sd35_folder, prompt_file, tmp_path, changed):
     path = tmp_path / "inside.ckpt"
     run("flow_grpo", sd35_folder, prompt_file, None, StopAfter(path, update=1))
     module = helpers.algorithm("flow_grpo", sd35_folder)
-    data = helpers.data(prompt_file, **({"updates_per_round": UPDATES, "batch_size": 3} | changed))
+    data = helpers.data(prompt_file, **(SIZES | changed))
     name, value = next(iter(changed.items()))
     with pytest.raises(ValueError, match=f"{name} {value} instead of"):
         helpers.trainer(EMA(0.8)).fit(module, datamodule=data, ckpt_path=path)

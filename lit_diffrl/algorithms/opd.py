@@ -11,7 +11,7 @@ The states are not differentiated through. No reward is needed; rewards only wat
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class DiffusionOPD(DiffusionRL):
         super().__init__(policy, **kwargs)
         if not teachers:
             raise ValueError("model.teachers is empty; it must name a teacher for each prompt source, or one under '*'")
+        if step_weight not in get_args(StepWeight):
+            raise ValueError(
+                f"model.step_weight is {step_weight!r}; it must be one of {', '.join(get_args(StepWeight))}"
+            )
         lo, hi = step_range or (0, max(self.num_steps - 1, 1))
         most = self.num_steps if eta == 0 else self.num_steps - 1
         if not 0 <= lo < hi <= most:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,27 +71,48 @@ class Roles(nn.Module):
         """Make a role of a transformer of its own."""
         self.copies[name] = transformer.requires_grad_(False).eval()
 
-    def add_adapter(self, name: str, state: dict[str, Tensor], metadata: dict[str, Any] | None) -> None:
-        """Make a role of a trained adapter; with full fine-tuning it sits on a copy of the present weights.
+    def add_adapter(
+        self,
+        name: str,
+        state: dict[str, Tensor],
+        metadata: dict[str, Any] | None,
+        base: Callable[[], nn.Module],
+    ) -> None:
+        """Make a role of a trained adapter.
 
         Args:
             name: of the role.
             state: tensors of the adapter in peft's format, each name led by ``transformer.``.
             metadata: its configuration, each key led by ``transformer.``; read off the tensors where there is none.
+            base: loads the model before training, on which the adapter sits where the student has none of its own.
 
         Raises:
-            ValueError: if a tensor of it fits no layer.
+            ValueError: if a tensor of it fits no layer, or one is lacking.
         """
         transformer: Any = self._transformer[0]
-        host = transformer if self.lora is not None else copy.deepcopy(transformer)
-        # A deep copy: loading takes entries out of it.
-        host.load_lora_adapter(dict(state), prefix="transformer", adapter_name=name, metadata=copy.deepcopy(metadata))
+        host: Any = transformer if self.lora is not None else base()
+        given = {
+            k.removeprefix("transformer.").replace(".weight", f".{name}.weight"): k
+            for k in state
+            if k.startswith("transformer.")
+        }
+        swapped = {k: k.replace("lora_A", "lora_B") if "lora_A" in k else k.replace("lora_B", "lora_A") for k in given}
+        if single := [k for k in swapped.values() if k not in given]:
+            raise ValueError(f"{len(single)} of {len(single) + len(given)} tensors are lacking, such as {min(single)}")
+        try:
+            # A deep copy: loading takes entries out of it.
+            host.load_lora_adapter(
+                dict(state), prefix="transformer", adapter_name=name, metadata=copy.deepcopy(metadata)
+            )
+        except RuntimeError as e:  # tensors of another size
+            raise ValueError(str(e)) from e
         found = {k: p for k, p in host.named_parameters() if f".{name}." in k}
-        given = [k for k in state if k.startswith("transformer.")]
-        strays = [k for k in given if k.removeprefix("transformer.").replace(".weight", f".{name}.weight") not in found]
+        strays = [given[k] for k in given if k not in found]
         if not given or strays:
             stray = (strays or list(state))[0]
             raise ValueError(f"{len(strays or state)} of its {len(state)} tensors fit no layer, such as {stray}")
+        if lacking := sorted(set(found) - set(given)):
+            raise ValueError(f"{len(lacking)} of {len(found)} tensors are lacking, such as {lacking[0]}")
         for parameter in found.values():
             parameter.data = parameter.data.float()
         if self.lora is None:

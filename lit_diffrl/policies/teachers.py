@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +89,34 @@ def _from_run(policy: Policy, role: str, path: Path, weights: Weights) -> None:
     lora = options["lora"]
     config = LoRA(**lora.get("init_args", lora)).config(policy.lora_targets).to_dict()
     adapter = {f"transformer.{k.replace('.default.', '.')}": v for k, v in state.items() if ".default." in k}
-    policy.roles.add_adapter(role, adapter, {f"transformer.{k}": v for k, v in config.items()})
+    policy.roles.add_adapter(role, adapter, {f"transformer.{k}": v for k, v in config.items()}, partial(_base, policy))
 
 
 def _from_hub(policy: Policy, role: str, path: str) -> None:
     """A LoRA in the format of diffusers; a hub id may be that of a pipeline as well."""
-    try:
-        state, metadata = policy.pipeline.lora_state_dict(path, return_lora_metadata=True)
-    except OSError:
-        if Path(path).expanduser().exists():
-            raise
+    if not Path(path).expanduser().exists() and _holds_transformer(policy, path):
         loaded = type(policy.transformer).from_pretrained(path, subfolder="transformer", torch_dtype=policy.dtype)
         _add_transformer(policy, role, loaded.state_dict())
         return
-    policy.roles.add_adapter(role, state, metadata)
+    state, metadata = policy.pipeline.lora_state_dict(path, return_lora_metadata=True)
+    policy.roles.add_adapter(role, state, metadata, partial(_base, policy))
+
+
+def _base(policy: Policy) -> Any:
+    """The transformer before training, whatever the student has become."""
+    options: dict[str, Any] = {"revision": policy.revision, "torch_dtype": policy.dtype}
+    base = type(policy.transformer).from_pretrained(policy.pretrained, subfolder="transformer", **options)
+    return base.to(policy.device)
+
+
+def _holds_transformer(policy: Policy, hub_id: str) -> bool:
+    """Whether a repository is that of a pipeline."""
+    # Asked first: of a repository without a LoRA, diffusers would take whichever file of weights it meets.
+    try:
+        type(policy.transformer).load_config(hub_id, subfolder="transformer")
+    except OSError:
+        return False
+    return True
 
 
 def _transformer_folder(path: str) -> Path | None:

@@ -53,6 +53,8 @@ def load_prompts(path: str | Path, sources: list[str] | None = None) -> list[Pro
     if not prompts:
         raise ValueError(f"prompt file {path} is empty")
     if sources is not None:
+        if not sources:
+            raise ValueError("data.prompt_sources is empty; leave it out for all sources")
         known = sorted({p.source for p in prompts})
         if unknown := set(sources) - set(known):
             raise ValueError(f"data.prompt_sources names {sorted(unknown)}, but prompt file {path} has {known}")

@@ -560,16 +560,21 @@ def test_algorithms_that_learn_from_rewards_still_ask_for_one(prompts):
 
 
 def test_a_sample_that_went_astray_is_left_out_of_the_update(teacher, prompts):
-    module = toy({"*": teacher(3)})
+    module, valid = toy({"*": teacher(3)}), {}
     collect = module.collect
 
     def astray(rollout, round_):
         rollout = collect(rollout, round_)
-        rollout.transitions["teacher_velocity"][1, 0] = torch.inf
+        rollout.transitions["teacher_velocity"][rollout.sample_ids == 4, 1] = torch.inf
         return rollout
 
+    class Valid(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            valid.update(zip(batch.sample_ids.tolist(), batch.valid.tolist()))
+
     module.collect = astray
-    *_, last = fit(module, prompts)
+    *_, last = fit(module, prompts, Valid())
+    assert valid == {i: i != 4 for i in range(6)}  # with all of its steps
     assert last["train/skipped_updates"] == 0 and last["train/grad_norm"] > 0
     assert all(torch.tensor(x).isfinite() for x in last.values())
     assert all(p.isfinite().all() for p in helpers.weights(module).values())

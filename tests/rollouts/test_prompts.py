@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from lit_diffrl.rollouts import Prompt, load_prompts
+from lit_diffrl.rollouts import Prompt, RolloutDataModule, load_prompts
 
 
 def write(tmp_path, name: str, text: str):
@@ -79,3 +79,61 @@ def test_separators_within_a_json_string_do_not_cut_the_line(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "one\u2028two"}\n{"prompt": "three\u0085"}\n', encoding="utf-8")
     assert [p.text for p in load_prompts(path)] == ["one\u2028two", "three"]
+
+
+LINES = [("fox", "a"), ("cat", "b"), ("cow", "a"), ("dog", None), ("fox", "b")]
+
+
+def of_sources(tmp_path, lines, name: str = "s.jsonl"):
+    rows = [f'{{"prompt": "{text}"' + (f', "source": "{source}"}}' if source else "}") for text, source in lines]
+    return write(tmp_path, name, "\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("sources", "texts"),
+    [
+        (None, "fox cat cow dog fox"),
+        (["a"], "fox cow"),
+        (["b", "a"], "fox cat cow fox"),
+        ([""], "dog"),
+        (["a", "a"], "fox cow"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*more than once")
+def test_prompts_of_the_wanted_sources_stay_in_the_order_of_the_file(tmp_path, sources, texts):
+    assert " ".join(p.text for p in load_prompts(of_sources(tmp_path, LINES), sources)) == texts
+
+
+def test_only_prompts_in_use_are_said_to_repeat(tmp_path):
+    path = of_sources(tmp_path, LINES)
+    with pytest.warns(UserWarning, match="1 prompts stand more than once, the first being 'fox'"):
+        load_prompts(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_prompts(path, ["a"])
+
+
+def test_a_source_that_no_prompt_has_is_refused_with_those_there_are(tmp_path):
+    path = of_sources(tmp_path, LINES)
+    with pytest.raises(ValueError, match=r"prompt_sources names \['c', 'd'\], but .*s\.jsonl has \['', 'a', 'b'\]"):
+        load_prompts(path, ["d", "a", "c"])
+    text = write(tmp_path, "a.txt", "a red fox\n")
+    assert load_prompts(text, [""]) == [Prompt("a red fox")]
+    with pytest.raises(ValueError, match=r"prompt_sources names \['a'\], but .*a\.txt has \[''\]"):
+        load_prompts(text, ["a"])
+
+
+def test_no_source_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="prompt_sources is empty"):
+        load_prompts(of_sources(tmp_path, LINES), [])
+
+
+def test_a_run_trains_and_evaluates_on_its_sources_alone(tmp_path):
+    train = of_sources(tmp_path, [("fox", "a"), ("cat", "b"), ("cow", "c")])
+    val = of_sources(tmp_path, [("hen", "b"), ("owl", "c"), ("pig", "d"), ("rat", "b")], "val.jsonl")
+    data = RolloutDataModule(train, val, predict_prompts=train, prompt_sources=["c", "b"])
+    assert [p.text for p in data.prompts] == ["cat", "cow"] and data.sources == ["b", "c"]
+    assert [p.text for p in data.val_prompts] == [p.text for p in data.test_prompts] == ["hen", "owl", "rat"]
+    assert [p.text for p in data.predict_prompts] == ["cat", "cow"]
+    with pytest.raises(ValueError, match=r"names \['a'\], but .*val\.jsonl has"):
+        RolloutDataModule(train, val, prompt_sources=["a", "b"])
