@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_diffrl.algorithms.matching import MatchingRL, Noised, draw_seeds, row_mean
+from lit_diffrl.algorithms.matching import MatchingRL, Noised, Times, draw_seeds, row_mean
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.advantages import Std
@@ -43,7 +44,7 @@ class AWM(MatchingRL):
             once a round.
         ema_decay: greatest decay of the average.
         off_policy: compare with the policy that drew the round, by a further forward, so that ratio and clip act where
-            a round has several updates.
+            a round has several updates; from the second one on, so with one update a round it does nothing.
         times: noise levels to train at: the sampler's ``grid`` without its first and last level, or ``uniform`` on
             (0, 1).
         draws_per_sample: noise draws of each sample in a round, stratified over the grid; 6 in the released configs,
@@ -66,12 +67,14 @@ class AWM(MatchingRL):
         ema_rate: float = 0.001,
         ema_decay: float = 0.3,
         off_policy: bool = False,
-        times: Literal["grid", "uniform"] = "grid",
+        times: Times = "grid",
         draws_per_sample: int | None = None,
         advantage_std: Std = "global",
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, advantage_std=advantage_std, **kwargs)
+        one_of("weighting", weighting, Weighting)
+        one_of("times", times, Times)
         positive = {"power": power, "advantage_max": advantage_max, "clip": clip}
         for name, value in positive.items():
             if value <= 0:
@@ -138,7 +141,7 @@ class AWM(MatchingRL):
         velocity = self.velocity(x.latents, x.timestep, batch.prompts)
         log_prob = self.log_prob(velocity, x)
         old = log_prob.detach()
-        if self.off_policy:
+        if self.off_policy and self.update_in_round > 0:  # until then it is the same policy
             old = self.log_prob(self.frozen_velocity("old", x.latents, x.timestep, batch.prompts), x)
         ratio = (log_prob - old).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_diffrl.algorithms.meter import Meter
 from lit_diffrl.algorithms.recorder import Plan, Recorder
 from lit_diffrl.algorithms.sampler import DiffusionSampler
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.policies.roles import DEFAULT
 from lit_diffrl.rollouts import Rollout
@@ -64,6 +65,8 @@ class DiffusionRL(DiffusionSampler, ABC):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
+        one_of("combine", combine, Combine)
+        one_of("advantage_std", advantage_std, Std)
         if advantage_clip <= 0:
             raise ValueError(f"model.advantage_clip is {advantage_clip}; it must be above 0")
         self.optimizer = optimizer
@@ -98,7 +101,8 @@ class DiffusionRL(DiffusionSampler, ABC):
     def loss(self, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each row of a micro-batch, (N,), and what to log of it.
 
-        Metrics are scalars or (N,); their mean over the round is logged, or the maximum for a name ending in ``_max``.
+        Metrics are scalars, (N,), or empty where a micro-batch has none; their mean over the round is logged, or the
+        maximum for a name ending in ``_max``.
         """
 
     def on_round_start(self, round_: int) -> None:
@@ -167,7 +171,7 @@ class DiffusionRL(DiffusionSampler, ABC):
         rows, metrics = self.loss(batch)
         geometry = self.data.geometry
         for name, value in {"loss": rows, **metrics}.items():
-            self.meter.update(name, value[batch.valid] if value.ndim else value)
+            self.meter.update(name, value[batch.valid] if value.shape == rows.shape else value)
         return torch.where(batch.valid, rows, 0.0).sum() * geometry.micro_batches / geometry.rows_per_update
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -206,7 +210,7 @@ class DiffusionRL(DiffusionSampler, ABC):
             "time/learn": time.monotonic() - loader.collected,
         }
         metrics |= {"cost/forward_rows": float(self.forward_rows), "cost/backward_rows": float(self.backward_rows)}
-        # Ranks differ in their seconds only.
+        # Ranks differ in their seconds, and in rows where teachers differ in their guidance.
         self.log_dict(loader.metrics | metrics, sync_dist=True)
         if "reward/mean" in loader.metrics:
             self.log("reward", loader.metrics["reward/mean"], prog_bar=True, logger=False, sync_dist=True)

@@ -16,6 +16,7 @@ import torch
 
 from lit_diffrl.algorithms.flow_grpo import FlowGRPO, StepWeight
 from lit_diffrl.algorithms.recorder import Plan
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.advantages import Std
@@ -23,6 +24,8 @@ from lit_diffrl.rollouts.geometry import permutation, split_into_updates
 
 # Names of the shared draws of the groups' steps.
 _STEPS, _OFFSET = -12, -13
+
+StepDraw = Literal["stratified", "independent"]
 
 
 class FlashGRPO(FlowGRPO):
@@ -43,7 +46,7 @@ class FlashGRPO(FlowGRPO):
         policy: Policy,
         num_steps: int = 10,
         window_range: tuple[int, int] | None = None,
-        step_draw: Literal["stratified", "independent"] = "stratified",
+        step_draw: StepDraw = "stratified",
         step_weight: StepWeight = "inverse_gain",
         advantage_std: Std = "global",
         **kwargs: Any,
@@ -58,7 +61,8 @@ class FlashGRPO(FlowGRPO):
             window=1,
             **kwargs,
         )
-        self.step_draw = step_draw
+        one_of("step_draw", step_draw, StepDraw)
+        self.step_draw: StepDraw = step_draw
         self._mean_of_update: tuple[tuple[int, int], float] | None = None
 
     def steps(self, round_: int) -> list[int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lit_diffrl.algorithms.base import DiffusionRL
 from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan, steps_between
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.geometry import permutation
@@ -48,8 +49,8 @@ class FlowGRPO(DiffusionRL):
             (Flow-GRPO-Fast); all but the last step where omitted.
         window_range: ``[lo, hi)``, the steps from which the window is drawn; all but the last where omitted.
         step_weight: ``uniform``, or ``inverse_gain``, which weights a step by the inverse of the strength with which
-            its log-probability answers to the velocity (1/lambda, mean 1 over the kept steps): gradients of all noise
-            levels then have one scale.
+            its log-probability answers to the velocity (1/lambda, mean 1 over the steps of the range): gradients of all
+            noise levels then have one scale.
         guard: remove the negative bias of the log-ratio and its dependence on the step (GRPO-Guard, arXiv 2510.22319,
             with the bias of each sample, not of the batch). The clip range is then around 2e-6.
         shared_noise: start all samples of a group from the same noise, so that only their stochastic steps differ.
@@ -74,6 +75,8 @@ class FlowGRPO(DiffusionRL):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
+        one_of("kl_mode", kl_mode, KLMode)
+        one_of("step_weight", step_weight, StepWeight)
         if eta <= 0:
             raise ValueError(f"model.eta is {eta}; stochastic steps need a noise level above 0")
         if clip <= 0 or kl < 0:

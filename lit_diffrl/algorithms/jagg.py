@@ -22,12 +22,16 @@ from torch.nn.functional import cosine_similarity
 
 from lit_diffrl.algorithms.flow_grpo import FlowGRPO
 from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.geometry import permutation
 
 # Name of the shared draw of a round's groups.
 _GROUPS = -14
+
+Interpolation = Literal["time", "index"]
+Velocities = Literal["auto", "fresh"]
 
 
 class JAGG(FlowGRPO):
@@ -54,17 +58,19 @@ class JAGG(FlowGRPO):
         window: int = 4,
         groups_per_sample: int | None = None,
         jagg_frac: float = 1.0,
-        interpolation: Literal["time", "index"] = "time",
+        interpolation: Interpolation = "time",
         joint: bool = True,
-        velocities: Literal["auto", "fresh"] = "auto",
+        velocities: Velocities = "auto",
         diagnose_every: int = 10,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, window=None, **kwargs)
+        one_of("interpolation", interpolation, Interpolation)
+        one_of("velocities", velocities, Velocities)
         lo, hi = self.window_range
         if window < 2:
             raise ValueError(f"model.window is {window}; a group has two endpoints, so it must be at least 2")
-        if (hi - lo) % window or hi == lo:
+        if (hi - lo) % window:
             fitting = (hi - lo) // window * window
             remedy = f"model.window_range {[lo, lo + fitting]}" if fitting else "a smaller model.window"
             if kwargs.get("window_range") is None:  # then the range grows with the grid
@@ -79,6 +85,11 @@ class JAGG(FlowGRPO):
             raise ValueError(f"model.groups_per_sample is {groups}; it must lie between 1 and {total}")
         if not 0 <= jagg_frac <= 1:
             raise ValueError(f"model.jagg_frac is {jagg_frac}; it must lie in [0, 1]")
+        if jagg_frac > 0 and round(jagg_frac * groups) == 0:
+            raise ValueError(
+                f"model.jagg_frac is {jagg_frac}, which of {groups} groups rounds to none; it must be 0, or at least "
+                f"{0.5 / groups:.2g}"
+            )
         if diagnose_every < 0:
             raise ValueError(f"model.diagnose_every is {diagnose_every}; it must be at least 0")
         self.window = window
@@ -180,7 +191,7 @@ class JAGG(FlowGRPO):
         if self.velocities == "fresh":
             return self.velocity_of(flat, torch.arange(len(flat)))
         velocity = flat.transitions["velocity"].clone()
-        velocity[learnt] = live.detach()
+        velocity[learnt] = live.detach().to(velocity)
         others = (~learnt).nonzero().flatten()
         if self.update_in_round > 0 and len(others):  # the weights have moved since the rollout
             velocity[others] = self.velocity_of(flat, others)
@@ -194,9 +205,11 @@ class JAGG(FlowGRPO):
     def diagnose(self, flat: Rollout, signals: Tensor, sigma: Tensor) -> dict[str, Tensor]:
         """Cosine and relative error of the gradient of one group, that of the strongest signals (N, W, ...)."""
         group = int(signals.flatten(1).norm(dim=1).argmax())
+        if not signals[group].any():  # the names all the same, since ranks must agree on them
+            return dict.fromkeys(("gradient_cosine", "gradient_error"), signals.new_empty(0))
         exact, ours = self.gradients(flat, signals / signals.abs().max(), sigma, group)  # nothing underflows in float16
         return {
-            "gradient_cosine": exact @ ours / (exact.norm() * ours.norm()),
+            "gradient_cosine": (exact * ours).sum() / (exact.norm() * ours.norm()),
             "gradient_error": (ours - exact).norm() / exact.norm(),
         }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from lit_diffrl.algorithms.base import DiffusionRL
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.sampling.noise import TRAIN_NOISE, fold, randn
+
+Times = Literal["grid", "uniform"]
 
 
 class Noised(NamedTuple):

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_diffrl.algorithms.matching import MatchingRL, Noised, draw_seeds, row_mean
+from lit_diffrl.algorithms.matching import MatchingRL, Noised, Times, draw_seeds, row_mean
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.advantages import Std
@@ -24,6 +25,8 @@ from lit_diffrl.sampling.noise import TRAIN_TIME, generator, rand
 
 # The published lags: flat for so many updates, then a ramp of so much an update, up to a cap.
 LAGS = {"copy": (0, 0.0, 0.0), "ramp": (0, 0.001, 0.5), "late_ramp": (75, 0.0075, 0.999)}
+
+Lag = Literal["copy", "ramp", "late_ramp"]
 
 
 class DiffusionNFT(MatchingRL):
@@ -51,15 +54,18 @@ class DiffusionNFT(MatchingRL):
         self,
         policy: Policy,
         beta: float = 1.0,
-        lag: float | Literal["copy", "ramp", "late_ramp"] = "ramp",
+        lag: float | Lag = "ramp",
         kl: float = 0.0,
-        times: Literal["grid", "uniform"] = "grid",
+        times: Times = "grid",
         draws_per_sample: int | None = None,
         adaptive: bool = True,
         advantage_std: Std = "global",
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, advantage_std=advantage_std, **kwargs)
+        one_of("times", times, Times)
+        if isinstance(lag, str):
+            one_of("lag", lag, Lag)
         if beta <= 0 or kl < 0:
             raise ValueError(f"model.beta is {beta} and model.kl is {kl}; beta must be above 0, kl at least 0")
         if isinstance(lag, float | int) and not 0 <= lag < 1:

@@ -11,7 +11,7 @@ The states are not differentiated through. No reward is needed; rewards only wat
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from torch import Tensor
 from lit_diffrl.algorithms.base import DiffusionRL
 from lit_diffrl.algorithms.matching import row_mean
 from lit_diffrl.algorithms.recorder import Plan, random_steps, steps_between
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.policies.teachers import Teacher, add_teacher
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.sampling import Kernel, Transition
 from lit_diffrl.sampling.kernels import KernelName
+from lit_diffrl.sampling.noise import INITIAL, randn
 
 StepWeight = Literal["paper", "released", "uniform", "self_normalized"]
 # The teacher of all prompts whose source has none of its own.
@@ -65,10 +67,7 @@ class DiffusionOPD(DiffusionRL):
         super().__init__(policy, **kwargs)
         if not teachers:
             raise ValueError("model.teachers is empty; it must name a teacher for each prompt source, or one under '*'")
-        if step_weight not in get_args(StepWeight):
-            raise ValueError(
-                f"model.step_weight is {step_weight!r}; it must be one of {', '.join(get_args(StepWeight))}"
-            )
+        one_of("step_weight", step_weight, StepWeight)
         lo, hi = step_range or (0, max(self.num_steps - 1, 1))
         most = self.num_steps if eta == 0 else self.num_steps - 1
         if not 0 <= lo < hi <= most:
@@ -120,17 +119,40 @@ class DiffusionOPD(DiffusionRL):
                 if f"teacher_{i}" not in self.policy.roles.names:
                     add_teacher(self.policy, f"teacher_{i}", teacher)
 
+    def on_train_start(self) -> None:
+        """Before the first update, student and teachers must differ, on every rank and whatever the round draws.
+
+        Raises:
+            ValueError: if a teacher is the student itself: its weights were loaded without an effect.
+        """
+        if self.global_step > 0:
+            return
+        rows = self.forward_rows
+        for source, teacher in self.teachers.items():
+            others = (p for p in self.data.prompts if p.source not in self.teachers)
+            prompt = next((p for p in self.data.prompts if p.source == source), None) or next(others, None)
+            if prompt is None:
+                continue
+            noise = randn(self.policy.latent_shape(self.size), [self.data.seed], INITIAL)
+            latents = self.policy.prepare_latents(noise, self.size).to(self.device)
+            question = latents, self.schedule().timesteps[:1].to(self.device), [prompt.text]
+            with self.sampling():
+                if torch.equal(self.velocity(*question), self.taught(*question, [prompt.source])):
+                    raise ValueError(
+                        f"the teacher {teacher.path} of the source {source!r} has the velocities of the student before "
+                        "training, so there is nothing to learn from it: was it trained, from this model?"
+                    )
+        self.forward_rows = rows
+
     def taught(self, latents: Tensor, timestep: Tensor, prompts: list[str], sources: list[str]) -> Tensor:
         """(N, ...) the velocity of each row's own teacher."""
-        names = list(self.teachers)
-        routed = torch.tensor([names.index(s if s in self.teachers else ANY) for s in sources])
+        own = [source if source in self.teachers else ANY for source in sources]
         velocity = torch.empty_like(latents)
-        for i, teacher in enumerate(self.teachers.values()):
-            rows = (routed == i).nonzero().flatten().to(latents.device)
+        for i, (source, teacher) in enumerate(self.teachers.items()):
+            rows = torch.tensor([j for j, s in enumerate(own) if s == source], device=latents.device)
             if len(rows):
-                own = [prompts[j] for j in rows.tolist()]
-                options = {"guidance_scale": teacher.guidance_scale}
-                velocity[rows] = self.frozen_velocity(f"teacher_{i}", latents[rows], timestep[rows], own, **options)
+                texts, options = [prompts[j] for j in rows.tolist()], {"guidance_scale": teacher.guidance_scale}
+                velocity[rows] = self.frozen_velocity(f"teacher_{i}", latents[rows], timestep[rows], texts, **options)
         return velocity
 
     # -- collecting ------------------------------------------------------------------------------------------------
@@ -152,30 +174,8 @@ class DiffusionOPD(DiffusionRL):
             for k in range(self.steps_per_sample):
                 state = kept["latents"][:, k], kept["timestep"][:, k].to(self.device)
                 taught.append(self.taught(*state, rollout.prompts, rollout.sources))
-            if round_ == 0:
-                self.refuse_null_teachers(rollout, taught[0])
         kept["teacher_velocity"] = torch.stack(taught, 1)
         return rollout
-
-    def refuse_null_teachers(self, rollout: Rollout, taught: Tensor) -> None:
-        """Before the first update, student and teacher must differ.
-
-        Raises:
-            ValueError: if a teacher is the student itself: its weights were loaded without an effect.
-        """
-        kept = rollout.transitions
-        latents, timestep = kept["latents"][:, 0], kept["timestep"][:, 0].to(self.device)
-        for source, teacher in self.teachers.items():
-            rows = [i for i, s in enumerate(rollout.sources) if (s if s in self.teachers else ANY) == source]
-            if not rows:
-                continue
-            # The same rows in the same batch: only then is a teacher without an effect equal to the last digit.
-            own = self.velocity(latents[rows], timestep[rows], [rollout.prompts[i] for i in rows])
-            if torch.equal(own, taught[rows]):
-                raise ValueError(
-                    f"the teacher {teacher.path} of the source {source!r} has the velocities of the student before "
-                    "training, so there is nothing to learn from it: was it trained, from this model?"
-                )
 
     # -- learning --------------------------------------------------------------------------------------------------
 

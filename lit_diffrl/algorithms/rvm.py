@@ -19,10 +19,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lit_diffrl.algorithms.matching import MatchingRL, draw_seeds, row_mean
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.advantages import Std
 from lit_diffrl.sampling.noise import TRAIN_TIME, rand
+
+Anchor = Literal["reference", "ema", "old"]
 
 
 class RVM(MatchingRL):
@@ -46,7 +49,7 @@ class RVM(MatchingRL):
         policy: Policy,
         shaping: float = 0.1,
         beta: float = 0.0,
-        anchor: Literal["reference", "ema", "old"] = "reference",
+        anchor: Anchor = "reference",
         anchor_guidance_scale: float = 1.0,
         anchor_decay: float = 0.9,
         draws_per_sample: int = 1,
@@ -54,6 +57,7 @@ class RVM(MatchingRL):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, advantage_std=advantage_std, **kwargs)
+        one_of("anchor", anchor, Anchor)
         if beta < 0 or shaping <= 0:
             raise ValueError(
                 f"model.beta is {beta} and model.shaping is {shaping}; beta must be at least 0, shaping above 0"
@@ -64,7 +68,7 @@ class RVM(MatchingRL):
             raise ValueError(f"model.draws_per_sample is {draws_per_sample}; it must be at least 1")
         self.shaping = shaping
         self.beta = beta
-        self.anchor = anchor
+        self.anchor: Anchor = anchor
         self.anchor_guidance_scale = anchor_guidance_scale
         self.anchor_decay = anchor_decay
         self.draws_per_sample = draws_per_sample

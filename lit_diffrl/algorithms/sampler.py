@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_diffrl.algorithms.recorder import Recorder
+from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Conditioning, Grid, Policy, Size
 from lit_diffrl.policies.conditioning import PromptCache
 from lit_diffrl.policies.roles import DEFAULT
@@ -63,6 +64,8 @@ class DiffusionSampler(L.LightningModule):
         for name, value in (("num_steps", num_steps), ("eval_num_steps", eval_num_steps)):
             if value is not None and value < 1:
                 raise ValueError(f"model.{name} is {value}; it must be at least 1")
+        one_of("solver", solver, SolverName)
+        one_of("grid", grid, Grid)
         self.policy = policy
         self.num_steps = num_steps
         self.solver: SolverName = solver

@@ -91,11 +91,11 @@ class Roles(nn.Module):
         """
         transformer: Any = self._transformer[0]
         host: Any = transformer if self.lora is not None else base()
-        given = {
-            k.removeprefix("transformer.").replace(".weight", f".{name}.weight"): k
-            for k in state
-            if k.startswith("transformer.")
-        }
+        if not state:
+            raise ValueError("it holds no tensors")
+        given = {k.removeprefix("transformer.").replace(".weight", f".{name}.weight"): k for k in state}
+        if foreign := [k for k in state if not k.startswith("transformer.")]:
+            raise ValueError(f"{len(foreign)} of its {len(state)} tensors fit no layer, such as {foreign[0]}")
         swapped = {k: k.replace("lora_A", "lora_B") if "lora_A" in k else k.replace("lora_B", "lora_A") for k in given}
         if single := [k for k in swapped.values() if k not in given]:
             raise ValueError(f"{len(single)} of {len(single) + len(given)} tensors are lacking, such as {min(single)}")
@@ -108,9 +108,8 @@ class Roles(nn.Module):
             raise ValueError(str(e)) from e
         found = {k: p for k, p in host.named_parameters() if f".{name}." in k}
         strays = [given[k] for k in given if k not in found]
-        if not given or strays:
-            stray = (strays or list(state))[0]
-            raise ValueError(f"{len(strays or state)} of its {len(state)} tensors fit no layer, such as {stray}")
+        if strays:
+            raise ValueError(f"{len(strays)} of its {len(state)} tensors fit no layer, such as {strays[0]}")
         if lacking := sorted(set(found) - set(given)):
             raise ValueError(f"{len(lacking)} of {len(found)} tensors are lacking, such as {lacking[0]}")
         for parameter in found.values():

@@ -20,7 +20,8 @@ def find_checkpoint(path: str | Path) -> Path | None:
     """The checkpoint file of a run.
 
     Args:
-        path: the file, the folder of the run, or the one above it, in which the newest ``version_<n>`` counts.
+        path: the file, the folder of the run, or the one above it, in which the newest ``version_<n>`` that holds a
+            checkpoint counts.
 
     Returns:
         The file, which exists unless it was named itself; ``None`` for anything else.

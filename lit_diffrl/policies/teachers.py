@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_diffrl.policies.base import Policy, locate
@@ -33,50 +35,68 @@ class Teacher:
     guidance_scale: float | None = None
     weights: Weights = "live"
 
+    @property
+    def location(self) -> str:
+        """The path with ``~`` and ``embedded:`` resolved, or the hub id."""
+        path = str(self.path)
+        return locate(path) if path.startswith("embedded:") else str(Path(path).expanduser())
+
     def check(self) -> None:
         """Look whether there is anything, before a model is loaded.
 
         Raises:
             FileNotFoundError: if not.
+            ValueError: for an average that only a run has.
         """
-        if (checkpoint := find_checkpoint(self.path)) is not None:
-            if not checkpoint.is_file():
-                raise FileNotFoundError(f"there is no checkpoint {checkpoint}")
-        elif not (Path(self.path).expanduser().is_dir() or Path(self.path).expanduser().is_file()):
-            try:
-                locate(self.path)
-            except (FileNotFoundError, ValueError):
-                raise FileNotFoundError(
-                    f"{self.path!r} is neither the folder of a run, a checkpoint, a LoRA, a transformer, nor a hub id "
-                    "like 'owner/name'"
-                ) from None
+        try:
+            location = self.location
+            checkpoint = find_checkpoint(location)
+            if checkpoint is None and not Path(location).exists():
+                locate(location)
+        except (FileNotFoundError, ValueError):
+            raise FileNotFoundError(
+                f"the teacher {str(self.path)!r} is neither the folder of a run, a checkpoint, a LoRA, a transformer, "
+                "nor a hub id like 'owner/name'"
+            ) from None
+        if checkpoint is not None and not checkpoint.exists():
+            raise FileNotFoundError(f"there is no checkpoint {checkpoint}")
+        if checkpoint is None and self.weights != "live":
+            raise ValueError(f"weights of the teacher {self.path} is {self.weights!r}, but only a run has an average")
 
 
 def add_teacher(policy: Policy, role: str, teacher: Teacher) -> None:
     """Load a teacher and make it a role of a loaded policy.
 
     Raises:
-        ValueError: if its weights do not fit the policy's transformer.
+        ValueError: if its weights do not fit the policy's transformer, or a file is damaged.
         OSError: if they cannot be read.
     """
-    try:
-        checkpoint = find_checkpoint(teacher.path)
+    location = teacher.location
+    checkpoint = find_checkpoint(location)
+    with _named(teacher.path):
         if checkpoint is not None:
             _from_run(policy, role, checkpoint, teacher.weights)
-        elif folder := _transformer_folder(teacher.path):
+        elif folder := _transformer_folder(location):
             loaded = type(policy.transformer).from_pretrained(folder, torch_dtype=policy.dtype)
             _add_transformer(policy, role, loaded.state_dict())
         else:
-            _from_hub(policy, role, teacher.path)
+            _from_hub(policy, role, location)
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Say which teacher it was."""
+    try:
+        yield
     except ValueError as e:
-        raise ValueError(f"the teacher {teacher.path} does not fit the model: {e}") from e
+        raise ValueError(f"the teacher {path}: {e}") from e
 
 
 def _from_run(policy: Policy, role: str, path: Path, weights: Weights) -> None:
     checkpoint = read_checkpoint(path)
-    trained = yaml.safe_load(config_text(checkpoint, path))["model"]["init_args"]["policy"]
-    options = trained["init_args"]
-    if locate(options["pretrained"]) != policy.pretrained:
+    options = yaml.safe_load(config_text(checkpoint, path))["model"]["init_args"]["policy"]["init_args"]
+    rank_zero_info(f"{role}: {path}")
+    if _located(options["pretrained"]) != policy.pretrained:
         rank_zero_warn(
             f"the teacher {path} was trained from {options['pretrained']!r}, the student starts from "
             f"{policy.pretrained!r}: they must be the same model"
@@ -94,12 +114,19 @@ def _from_run(policy: Policy, role: str, path: Path, weights: Weights) -> None:
 
 def _from_hub(policy: Policy, role: str, path: str) -> None:
     """A LoRA in the format of diffusers; a hub id may be that of a pipeline as well."""
-    if not Path(path).expanduser().exists() and _holds_transformer(policy, path):
+    if not Path(path).exists() and _holds_transformer(policy, path):
         loaded = type(policy.transformer).from_pretrained(path, subfolder="transformer", torch_dtype=policy.dtype)
         _add_transformer(policy, role, loaded.state_dict())
         return
     state, metadata = policy.pipeline.lora_state_dict(path, return_lora_metadata=True)
     policy.roles.add_adapter(role, state, metadata, partial(_base, policy))
+
+
+def _located(pretrained: str) -> str:
+    try:
+        return locate(pretrained)
+    except (FileNotFoundError, ValueError):
+        return pretrained  # a folder that has gone since: its name still tells
 
 
 def _base(policy: Policy) -> Any:
@@ -121,7 +148,7 @@ def _holds_transformer(policy: Policy, hub_id: str) -> bool:
 
 def _transformer_folder(path: str) -> Path | None:
     """The folder of a transformer's weights, if the path is that of one, or of what holds it."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     return next((f for f in (folder / "transformer", folder) if (f / "config.json").is_file()), None)
 
 

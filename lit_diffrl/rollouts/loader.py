@@ -116,14 +116,15 @@ class RolloutLoader:
     def _compare(self, rollout: Rollout) -> bool:
         """Advantages over the samples of all ranks, in one collective; whether there is anything to learn from."""
         learns = self.module.needs_rewards
+        self.metrics, scored = {}, True
         if not learns:  # rewards, if there are any, only watch
-            finite = [x.flatten(1).isfinite().all(1) for x in rollout.transitions.values()]
-            rollout.advantages, rollout.valid = torch.zeros(len(rollout)), torch.stack(finite).all(0)
+            rollout.advantages, rollout.valid = torch.zeros(len(rollout)), rollout.is_finite()
+            valid = gather(self.trainer, rollout.valid.double())
+            self.metrics["train/astray"], scored = 1 - valid.mean().item(), bool(valid.any())
         if not rollout.rewards:
             if learns:
                 raise RuntimeError("no reward callback scored the rollout: add one under `rewards:`")
-            self.metrics = {}
-            return True
+            return scored
         names, specs, sources = list(rollout.rewards), list(rollout.reward_specs.values()), self.data.sources
         scores = torch.stack([rollout.rewards[k].double() for k in names], 1)
         applies = torch.tensor([[s.applies(source) for s in specs] for source in rollout.sources])
@@ -133,13 +134,13 @@ class RolloutLoader:
         scores, applies = table[:, : len(names)], table[:, len(names) : -2].bool()
         group_ids, source_ids = table[:, -2].long(), table[:, -1].long()
         whole = ["/" not in name for name in names]  # a part of a reward, name/part, may not apply by nature
-        self.metrics = {
+        self.metrics |= {
             "reward/failed": float((scores.isnan() & applies)[:, whole].sum()),
             **{f"reward/{name}": finite_mean(scores[:, i]) for i, name in enumerate(names)},
             **{f"reward/{name}/std": finite_std(scores[:, i]) for i, name in enumerate(names) if whole[i]},
         }
         if not learns:
-            return True
+            return scored
         outcome = advantages(scores, applies, specs, group_ids, **self.module.advantage_options)
         first = self.trainer.global_rank * len(rollout)
         here = slice(first, first + len(rollout))
@@ -159,13 +160,13 @@ class RolloutLoader:
 
     def _count_unscored(self, scored: bool) -> None:
         self.unscored_rounds = 0 if scored else self.unscored_rounds + 1
+        lack = "no sample got a valid reward" if self.module.needs_rewards else "no sample is finite"
         if self.unscored_rounds >= self.data.max_unscored_rounds:
             raise RuntimeError(
-                f"no sample got a valid reward in {self.unscored_rounds} rounds in a row (data.max_unscored_rounds); "
-                "see the warnings of the rewards above"
+                f"{lack} in {self.unscored_rounds} rounds in a row (data.max_unscored_rounds); see the warnings above"
             )
         if not scored:
-            rank_zero_warn(f"round {self.round}: no sample got a valid reward, so it does no update")
+            rank_zero_warn(f"round {self.round}: {lack}, so it does no update")
 
     def _deal(self) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of the round: which samples, and which of their rows, an update at a time."""

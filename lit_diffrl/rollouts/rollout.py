@@ -123,6 +123,11 @@ class Rollout:
         """A copy without the named fields."""
         return Rollout.from_state({k: v for k, v in self.__dict__.items() if k not in fields})
 
+    def is_finite(self) -> Tensor:
+        """(B,) bool, which samples have finite latents and transitions."""
+        kept = [*self.transitions.values(), *([self.latents] if "latents" in self else [])]
+        return torch.stack([torch.ones(len(self)).bool(), *(x.flatten(1).isfinite().all(1) for x in kept)]).all(0)
+
     def finite(self) -> Rollout:
         """A copy whose latents and transitions hold 0 where they were not finite.
 

@@ -136,9 +136,21 @@ def test_good_samples_attract_and_bad_ones_repel():
 # -- off-policy ------------------------------------------------------------------------------------------------------
 
 
+class Begun(AWM):
+    """In the first update of a round, without a trainer that would say so."""
+
+    update_in_round = 0
+
+
+class Later(AWM):
+    """In a later one."""
+
+    update_in_round = 1
+
+
 def off_policy(**options):
-    """A policy that has moved since it drew the round, and the ratio of its likelihoods by hand."""
-    module = make(AWM, off_policy=True, **PLAIN, **options)
+    """A policy that has moved since it drew the round."""
+    module = make(Later, off_policy=True, **PLAIN, **options)
     module.on_round_start(0)
     module.policy.move(4, 0.2)
     return module
@@ -180,9 +192,10 @@ def test_off_policy_only_ratios_on_the_far_side_are_clipped():
 def test_off_policy_is_on_policy_until_the_first_update():
     losses = []
     for off in (False, True):
-        module = make(AWM, off_policy=off, **PLAIN)
+        module = make(Begun, off_policy=off, **PLAIN)
         module.on_round_start(3)
         loss, _ = module.loss(clean([2.0, -3.0]))
+        assert module.forward_rows == 2  # the old policy is this one: no need to ask it
         losses.append((loss, gradient(loss.sum(), module.policy)))
     assert all(torch.equal(a, b) for a, b in zip(*losses))
 
@@ -223,7 +236,7 @@ def test_an_anchor_adds_the_squared_distance_of_the_velocities_times_its_weight(
     ],
 )
 def test_only_what_is_needed_is_copied_and_run(options, roles, forwards):
-    module = make(AWM, **(PLAIN | options))
+    module = make(Later, **(PLAIN | options))
     module.loss(clean([1.0, -1.0, 0.5]))
     assert set(module.policy.roles.copies) == set(module.role_names) == set(roles)
     assert (module.forward_rows, module.backward_rows) == (3 * forwards, 3)

@@ -636,6 +636,8 @@ def test_all_groups_are_kept_in_the_order_of_the_steps_unless_told():
         ({"groups_per_sample": 3}, "model.groups_per_sample is 3; it must lie between 1 and 2"),
         ({"jagg_frac": -0.1}, r"model.jagg_frac is -0.1; it must lie in \[0, 1\]"),
         ({"jagg_frac": 1.1}, r"model.jagg_frac is 1.1"),
+        ({"jagg_frac": 0.1}, r"model.jagg_frac is 0.1, which of 2 groups rounds to none"),
+        ({"interpolation": "x"}, r"model.interpolation is 'x'; it must be one of 'time', 'index'"),
         ({"diagnose_every": -1}, "model.diagnose_every is -1"),
     ],
 )
@@ -698,6 +700,24 @@ def test_the_comparison_with_the_exact_gradient_costs_one_group_in_its_rounds(pr
         assert now.calls == [("default", 16, GRAD)] + [("default", W, GRAD)] * wanted
         assert ("gradient_cosine" in now.metrics) == ("gradient_error" in now.metrics) == wanted
     assert ("train/gradient_cosine" in metrics) == ("train/gradient_error" in metrics) == (every > 0)
+
+
+def test_without_a_signal_there_is_nothing_to_compare(prompt_file):
+    module = toy(diagnose_every=1)
+    run = helpers.trainer(FunctionReward(lambda rollout: torch.ones(len(rollout))), max_epochs=1)
+    run.callbacks = [c for c in run.callbacks if getattr(c, "name", "") != "red"]
+    run.fit(module, datamodule=helpers.data(prompt_file))
+    assert run.callback_metrics["train/grad_norm"] == 0
+    assert run.callback_metrics["train/gradient_cosine"].isnan()
+
+
+def test_groups_of_two_compare_as_exact_under_autocast(prompt_file):
+    module = toy(window=2, diagnose_every=1)
+    velocity = module.policy.velocity
+    module.policy.velocity = lambda *args, **options: velocity(*args, **options).float()  # as real policies do
+    run = helpers.trainer(FunctionReward(brightness), max_epochs=1, precision="bf16-mixed")
+    run.fit(module, datamodule=helpers.data(prompt_file))
+    assert run.callback_metrics["train/gradient_cosine"] == pytest.approx(1, abs=1e-4)
 
 
 def test_the_comparison_does_not_change_what_is_learnt(prompt_file):

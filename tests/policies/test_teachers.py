@@ -188,6 +188,10 @@ CHANGES = {
         lambda s: {k.replace("blocks.0", "blocks.7"): v for k, v in s.items()},
         "16 of its 30 tensors fit no layer, such as transformer.transformer_blocks.7",
     ),
+    "a text encoder beside it": (
+        lambda s: s | {"text_encoder.x.lora_A.weight": s[first(s, "lora_A")].clone()},
+        "1 of its 31 tensors fit no layer, such as text_encoder",
+    ),
     "one up-projection lacking": (lambda s: {k: v for k, v in s.items() if k != first(s, "lora_B")}, r"\b1 of"),
     "all up-projections lacking": (lambda s: {k: v for k, v in s.items() if "lora_B" not in k}, r"\b15 of"),
 }
@@ -199,7 +203,7 @@ CHANGES = {
 def test_an_adapter_that_does_not_fit_is_refused_with_counts(sd35_folder, adapter, change, lora):
     alter, message = CHANGES[change]
     path, policy = adapter(alter), loaded(sd35_folder, STUDENTS[lora])
-    with pytest.raises(ValueError, match=f"(?s)the teacher {path} does not fit the model: .*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)the teacher {path}: .*{message}"):
         add_teacher(policy, "teacher_0", Teacher(path))
 
 
@@ -235,13 +239,13 @@ def test_a_teacher_of_another_width_is_refused(sd35_folder, tmp_path, kind, lora
         path = tmp_path / "other.ckpt"
     else:
         path = loaded(other, LoRA(**theirs) if theirs else None, 1).export(tmp_path / "theirs")
-    with pytest.raises(ValueError, match=f"the teacher {path} does not fit the model"):
+    with pytest.raises(ValueError, match=f"the teacher {path}: "):
         add_teacher(loaded(sd35_folder, STUDENTS[lora]), "teacher_0", Teacher(str(path)))
 
 
 def test_a_transformer_of_other_layers_is_refused(sd35_folder, tmp_path):
     other = tiny.save(tiny.sd3_pipeline(v35=False), tmp_path / "sd3")
-    with pytest.raises(ValueError, match=f"(?s)the teacher {other} does not fit the model: .*Missing key"):
+    with pytest.raises(ValueError, match=f"(?s)the teacher {other}: .*Missing key"):
         add_teacher(loaded(sd35_folder, None), "teacher_0", Teacher(other))
 
 
@@ -258,7 +262,7 @@ def test_an_average_that_was_not_kept_is_refused(sd35_folder, saved, tmp_path):
     checkpoint = torch.load(saved["lora_run_live"][0], weights_only=True)
     torch.save({**checkpoint, "callbacks": {}}, tmp_path / "plain.ckpt")
     teacher = Teacher(str(tmp_path / "plain.ckpt"), weights="ema")
-    with pytest.raises(ValueError, match=r"plain\.ckpt .*holds no average"):
+    with pytest.raises(ValueError, match=r"plain\.ckpt: .*holds no average"):
         add_teacher(loaded(sd35_folder, STUDENTS["lora"]), "teacher_0", teacher)
 
 
@@ -329,3 +333,15 @@ def test_a_distilled_student_needs_its_teachers_no_more(sd35_folder, saved, tmp_
     with pytest.raises(SystemExit):
         cli(tmp_path, "fit", learner(sd35_folder, "DiffusionOPD", {"rank": 2, "alpha": 4}, teachers=teachers))
     assert f"'{teacher}' is neither the folder of a run" in capsys.readouterr().err
+
+
+def test_an_average_is_asked_of_runs_only(saved):
+    with pytest.raises(ValueError, match="only a run has an average"):
+        Teacher(saved["lora_file"][0], weights="ema").check()
+
+
+def test_the_embedded_model_and_a_home_folder_are_found(monkeypatch, saved):
+    Teacher("embedded:shapes").check()
+    lora = Path(saved["lora_file"][0])
+    monkeypatch.setenv("HOME", str(lora.parent))
+    assert Teacher(f"~/{lora.name}").location == str(lora)
