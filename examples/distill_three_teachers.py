@@ -3,7 +3,7 @@
     python examples/distill_three_teachers.py
 
 The same as ``lit-diffrl fit --config configs/<name>.yaml`` for the three teachers and then for ``opd_shapes``, except
-that the teachers train at the same time, as many as there are cores. Takes about three minutes of CPU on two cores.
+that the teachers train at the same time, as many as there are cores. Takes about eight minutes of CPU time.
 Options are handed to the student: ``--seed_everything 1``, say.
 """
 
