@@ -124,7 +124,7 @@ def _check_slip(message: str, wrong: str, right: str) -> None:
         (["fit", "-c", "base.yaml", "--trainer.max_epochs", "two"], "trainer.max_epochs: Expected int. Got value: two"),
         (["fit", "-c", "base.yaml", "--model", "mine.Algo"], "mine.Algo cannot be imported: No module named 'mine'"),
         (["fit", "-c", "base.yaml", "--rewards.x", "mine.f"], "mine.f cannot be imported: No module named 'mine'"),
-        (["fit", "-c", "base.yaml", "--model", "Abrakadabra"], "valid are AWM, DanceGRPO, DiffusionNFT"),
+        (["fit", "-c", "base.yaml", "--model", "Abrakadabra"], "there is no class 'Abrakadabra'; valid are AWM, "),
         (["fit", "-c", "base.yaml", "--data.batch_size", "0"], "data.batch_size is 0"),
         (["fit", "-c", "base.yaml", "--data.prompts", "no.txt"], "prompt file no.txt does not exist"),
         (["fit", "-c", "base.yaml", "--model.policy.pretrained", "embedded:x"], "the embedded models are ['shapes']"),
