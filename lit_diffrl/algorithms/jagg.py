@@ -39,7 +39,9 @@ class JAGG(FlowGRPO):
 
     Args:
         policy: the model to train.
-        window: W, transitions in a group; the range of steps must be a multiple of it.
+        window: W, transitions in a group.
+        window_range: ``[lo, hi)``, the steps of which groups are made, a multiple of W; where omitted the first ones,
+            as many as make whole groups without the last step.
         groups_per_sample: groups that are stochastic and trained on, drawn anew in each round; all where omitted.
         jagg_frac: share of a sample's groups, rounded to whole ones, whose Jacobians are interpolated: those whose
             velocities are best interpolated by their endpoints. The others get exact gradients.
@@ -56,6 +58,7 @@ class JAGG(FlowGRPO):
         self,
         policy: Policy,
         window: int = 4,
+        window_range: tuple[int, int] | None = None,
         groups_per_sample: int | None = None,
         jagg_frac: float = 1.0,
         interpolation: Interpolation = "time",
@@ -64,17 +67,17 @@ class JAGG(FlowGRPO):
         diagnose_every: int = 10,
         **kwargs: Any,
     ) -> None:
-        super().__init__(policy, window=None, **kwargs)
+        super().__init__(policy, window=None, window_range=window_range, **kwargs)
         one_of("interpolation", interpolation, Interpolation)
         one_of("velocities", velocities, Velocities)
         lo, hi = self.window_range
         if window < 2:
             raise ValueError(f"model.window is {window}; a group has two endpoints, so it must be at least 2")
+        fitting = (hi - lo) // window * window
+        if window_range is None and fitting:
+            self.window_range = lo, hi = lo, lo + fitting
         if (hi - lo) % window:
-            fitting = (hi - lo) // window * window
             remedy = f"model.window_range {[lo, lo + fitting]}" if fitting else "a smaller model.window"
-            if kwargs.get("window_range") is None:  # then the range grows with the grid
-                remedy += f", or model.num_steps {self.num_steps + window - (hi - lo) % window}"
             raise ValueError(
                 f"model.window_range {[lo, hi]} has {hi - lo} steps, not a multiple of model.window {window}: use "
                 f"{remedy}"
@@ -87,8 +90,8 @@ class JAGG(FlowGRPO):
             raise ValueError(f"model.jagg_frac is {jagg_frac}; it must lie in [0, 1]")
         if jagg_frac > 0 and round(jagg_frac * groups) == 0:
             raise ValueError(
-                f"model.jagg_frac is {jagg_frac}, which of {groups} groups rounds to none; it must be 0, or at least "
-                f"{0.5 / groups:.2g}"
+                f"model.jagg_frac is {jagg_frac}, which of {groups} groups rounds to none; it must be 0, or a group's "
+                f"share, {1 / groups:.2g}, at least"
             )
         if diagnose_every < 0:
             raise ValueError(f"model.diagnose_every is {diagnose_every}; it must be at least 0")
