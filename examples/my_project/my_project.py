@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lit_diffrl import Policy, Rollout
-from lit_diffrl.algorithms.matching import MatchingRL, draw_seeds, row_mean
+from lit_diffrl.algorithms.matching import MatchingRL, draw_seeds
+from lit_diffrl.algorithms.rows import row_mean
 from lit_diffrl.callbacks import Reward
 from lit_diffrl.sampling.noise import TRAIN_TIME, rand
 

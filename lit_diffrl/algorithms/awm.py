@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_diffrl.algorithms.matching import MatchingRL, Noised, Times, draw_seeds, row_mean
+from lit_diffrl.algorithms.matching import MatchingRL, Noised, Times, draw_seeds
+from lit_diffrl.algorithms.rows import clipped_surrogate, row_mean
 from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
@@ -90,12 +91,6 @@ class AWM(MatchingRL):
                 f"model.num_steps is {self.num_steps}; model.times 'grid' leaves out the first and the last level, so "
                 "it must be at least 3"
             )
-        draws = draws_per_sample if draws_per_sample is not None else min(6, levels) if times == "grid" else 6
-        if draws < 1 or (times == "grid" and draws > levels):
-            raise ValueError(
-                f"model.draws_per_sample is {draws}; it must be at least 1, and at most {levels}, the levels of "
-                f"model.num_steps {self.num_steps}, with model.times 'grid'"
-            )
         self.weighting: Weighting = weighting
         self.power = power
         self.advantage_max = advantage_max
@@ -106,7 +101,7 @@ class AWM(MatchingRL):
         self.ema_decay = ema_decay
         self.off_policy = off_policy
         self.times = times
-        self.draws_per_sample = draws
+        self.draws_per_sample = self.draws(draws_per_sample, min(6, levels) if times == "grid" else 6, times, levels)
 
     @property
     def rows_per_sample(self) -> int:  # noqa: D102
@@ -144,9 +139,8 @@ class AWM(MatchingRL):
         if self.off_policy and self.update_in_round > 0:  # until then it is the same policy
             old = self.log_prob(self.frozen_velocity("old", x.latents, x.timestep, batch.prompts), x)
         ratio = (log_prob - old).exp()
-        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-        metrics = {"error": row_mean((velocity - x.target) ** 2), "clip_fraction": (clipped != ratio).float()}
+        loss, clipped = clipped_surrogate(ratio, advantage, self.clip)
+        metrics = {"error": row_mean((velocity - x.target) ** 2), "clip_fraction": clipped}
         for role, beta in {"reference": self.kl, "ema": self.ema_beta}.items():
             if beta > 0:
                 anchor = self.frozen_velocity(role, x.latents, x.timestep, batch.prompts)

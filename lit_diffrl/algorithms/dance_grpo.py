@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lit_diffrl.algorithms.flow_grpo import FlowGRPO
-from lit_diffrl.algorithms.recorder import Plan, random_steps, steps_between
+from lit_diffrl.algorithms.recorder import Plan, random_steps, step_mask, steps_between
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.sampling.kernels import KernelName
@@ -56,6 +56,6 @@ class DanceGRPO(FlowGRPO):
 
     def plan(self, rollout: Rollout, round_: int) -> Plan:  # noqa: D102
         lo, hi = self.window_range
-        stochastic, _ = steps_between(lo, hi, self.num_steps, len(rollout))
+        stochastic = step_mask(steps_between(lo, hi, len(rollout)), self.num_steps)
         kept = random_steps(lo, hi, self.steps_per_sample, rollout.seeds.tolist())
         return Plan(stochastic, kept, self.fields)

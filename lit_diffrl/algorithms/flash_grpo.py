@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lit_diffrl.algorithms.flow_grpo import FlowGRPO, StepWeight
-from lit_diffrl.algorithms.recorder import Plan
+from lit_diffrl.algorithms.recorder import Plan, step_mask
 from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
@@ -77,8 +77,7 @@ class FlashGRPO(FlowGRPO):
 
     def plan(self, rollout: Rollout, round_: int) -> Plan:  # noqa: D102
         kept = torch.tensor(self.steps(round_))[rollout.group_ids, None]
-        stochastic = torch.zeros(len(rollout), self.num_steps, dtype=torch.bool).scatter(1, kept, True)
-        return Plan(stochastic, kept, self.fields)
+        return Plan(step_mask(kept, self.num_steps), kept, self.fields)
 
     def on_round_start(self, round_: int) -> None:  # noqa: D102
         self._mean_of_update = None

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from lit_diffrl.algorithms.base import DiffusionRL
-from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan, steps_between
+from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan, step_mask, steps_between
+from lit_diffrl.algorithms.rows import clipped_surrogate, row_mean
 from lit_diffrl.algorithms.settings import one_of
+from lit_diffrl.algorithms.trajectory import TrajectoryRL
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
 from lit_diffrl.rollouts.geometry import permutation
@@ -33,7 +33,7 @@ KLMode = Literal["transition", "transition_no_dt", "velocity"]
 StepWeight = Literal["uniform", "inverse_gain"]
 
 
-class FlowGRPO(DiffusionRL):
+class FlowGRPO(TrajectoryRL):
     """Clipped policy gradient over stochastic sampling steps.
 
     Args:
@@ -101,7 +101,7 @@ class FlowGRPO(DiffusionRL):
             raise ValueError(
                 f"model.step_weight is {step_weight!r}; model.guard weights steps by itself: use 'uniform'"
             )
-        self._kernel = Kernel(kernel, eta)
+        self.kernel = Kernel(kernel, eta)
         self.clip = clip
         self.kl = kl
         self.kl_mode: KLMode = kl_mode
@@ -110,10 +110,6 @@ class FlowGRPO(DiffusionRL):
         self.step_weight: StepWeight = step_weight
         self.guard = guard
         self.shared_noise = shared_noise
-
-    @property
-    def kernel(self) -> Kernel:  # noqa: D102
-        return self._kernel
 
     @property
     def rows_per_sample(self) -> int:  # noqa: D102
@@ -131,7 +127,8 @@ class FlowGRPO(DiffusionRL):
 
     def plan(self, rollout: Rollout, round_: int) -> Plan:  # noqa: D102
         start = self.window_start(round_)
-        return Plan(*steps_between(start, start + self.window, self.num_steps, len(rollout)), self.fields)
+        kept = steps_between(start, start + self.window, len(rollout))
+        return Plan(step_mask(kept, self.num_steps), kept, self.fields)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -149,14 +146,14 @@ class FlowGRPO(DiffusionRL):
 
     def objective(self, velocity: Tensor, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each transition as a function of its velocity (N, ...), and what to log of it."""
-        kept, step, advantage = batch.transitions, self.transition(batch), batch.advantages
+        kept, step = batch.transitions, self.transition(batch.transitions)
         log_ratio = step.log_prob(kept["next_latents"], step.mean(kept["latents"], velocity)) - kept["log_prob"]
         if self.guard:
             log_ratio = self.guarded(log_ratio, step, velocity, kept["velocity"])
         ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        loss = torch.maximum(-advantage * ratio, -advantage * clipped) * self.weight(step, kept)
-        metrics = {"clip_fraction": (clipped != ratio).float(), "ratio_deviation": (ratio - 1).abs()}
+        loss, clipped = clipped_surrogate(ratio, batch.advantages, self.clip)
+        loss = loss * self.weight(step, kept)
+        metrics = {"clip_fraction": clipped, "ratio_deviation": (ratio - 1).abs()}
         if self.update_in_round == 0:  # the same weights drew the round: anything but 1 is rounding, or a fault
             metrics["first_ratio_deviation_max"] = (ratio - 1).abs()
         if self.kl > 0:
@@ -168,20 +165,14 @@ class FlowGRPO(DiffusionRL):
     def divergence(self, step: Transition, kept: dict[str, Tensor], velocity: Tensor, reference: Tensor) -> Tensor:
         """(N,) the divergence from the reference, by ``kl_mode``."""
         if self.kl_mode == "velocity":
-            return ((velocity - reference) ** 2).flatten(1).mean(1)
+            return row_mean((velocity - reference) ** 2)
         length = kept["sigma"] - kept["sigma_next"] if self.kl_mode == "transition_no_dt" else 1.0
         return step.kl(velocity, reference) * length
-
-    def transition(self, batch: Rollout) -> Transition:
-        """The stochastic steps of a micro-batch, each at its own noise level."""
-        kept = batch.transitions
-        sigmas = self.schedule().sigmas.to(kept["sigma"].device)
-        return self.kernel.transition(kept["sigma"], kept["sigma_next"], sigmas, kept["latents"].ndim)
 
     def guarded(self, log_ratio: Tensor, step: Transition, velocity: Tensor, old_velocity: Tensor) -> Tensor:
         """The ratio of GRPO-Guard: equals ``mean eps (mu - mu_old)``, of mean 0 and one spread at all noise levels."""
         shift = (step.b * (velocity - old_velocity)) ** 2 / (2 * step.std**2)
-        return (log_ratio + shift.flatten(1).mean(1)) * step.std.flatten()
+        return (log_ratio + row_mean(shift)) * step.std.flatten()
 
     def weight(self, step: Transition, kept: dict[str, Tensor]) -> Tensor | float:
         """The weight of each row: 1/lambda, of mean 1 over the trainable steps, and the step length of GRPO-Guard."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from lit_diffrl.algorithms.flow_grpo import FlowGRPO
-from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan
+from lit_diffrl.algorithms.recorder import LIKELIHOOD, Plan, step_mask
 from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
@@ -118,8 +118,7 @@ class JAGG(FlowGRPO):
         order = permutation((hi - lo) // self.window, self.data.seed, _GROUPS, round_)
         chosen = torch.tensor(sorted(order[: self.groups_per_sample]))
         kept = (lo + self.window * chosen[:, None] + torch.arange(self.window)).flatten().expand(len(rollout), -1)
-        stochastic = torch.zeros(len(rollout), self.num_steps, dtype=torch.bool).scatter(1, kept, True)
-        return Plan(stochastic, kept, self.fields)
+        return Plan(step_mask(kept, self.num_steps), kept, self.fields)
 
     def collect(self, rollout: Rollout, round_: int) -> Rollout:
         """As the base class does; the transitions are then grouped, (B, groups, W, ...), the most linear first."""

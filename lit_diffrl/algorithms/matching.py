@@ -34,6 +34,26 @@ class MatchingRL(DiffusionRL):
 
     keeps_latents = True
 
+    def draws(self, wanted: int | None, default: int, times: Times, levels: int) -> int:
+        """The noise draws of a sample in a round.
+
+        Args:
+            wanted: the setting.
+            default: where it is omitted.
+            times: where the noise levels come from.
+            levels: of the grid.
+
+        Raises:
+            ValueError: for none, or for more than the grid has levels.
+        """
+        draws = default if wanted is None else wanted
+        if draws < 1 or (times == "grid" and draws > levels):
+            raise ValueError(
+                f"model.draws_per_sample is {draws}; it must be at least 1, and at most {levels}, the levels of "
+                f"model.num_steps {self.num_steps}, with model.times 'grid'"
+            )
+        return draws
+
     def renoise(self, batch: Rollout, level: Tensor) -> Noised:
         """Noise each row's clean sample to its level, with noise that depends on the sample and the draw alone.
 
@@ -53,8 +73,3 @@ class MatchingRL(DiffusionRL):
 def draw_seeds(batch: Rollout) -> list[int]:
     """The seed of each row's own draws."""
     return [fold(seed, draw) for seed, draw in zip(batch.seeds.tolist(), batch.draws.tolist())]
-
-
-def row_mean(x: Tensor) -> Tensor:
-    """Mean over all but the first dimension."""
-    return x.flatten(1).mean(1)

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_diffrl.algorithms.matching import MatchingRL, Noised, Times, draw_seeds, row_mean
+from lit_diffrl.algorithms.matching import MatchingRL, Noised, Times, draw_seeds
+from lit_diffrl.algorithms.rows import row_mean
 from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout
@@ -71,17 +72,11 @@ class DiffusionNFT(MatchingRL):
         if isinstance(lag, float | int) and not 0 <= lag < 1:
             raise ValueError(f"model.lag is {lag}; as a number it must lie in [0, 1)")
         most = max(self.num_steps - 1, 1)
-        draws = draws_per_sample if draws_per_sample is not None else most if times == "grid" else 1
-        if draws < 1 or (times == "grid" and draws > most):
-            raise ValueError(
-                f"model.draws_per_sample is {draws}; it must be at least 1, and at most {most}, the levels of "
-                f"model.num_steps {self.num_steps}, with model.times 'grid'"
-            )
         self.beta = beta
         self.lag = lag
         self.kl = kl
         self.times = times
-        self.draws_per_sample = draws
+        self.draws_per_sample = self.draws(draws_per_sample, most if times == "grid" else 1, times, most)
         self.adaptive = adaptive
 
     @property

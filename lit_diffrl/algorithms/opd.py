@@ -16,14 +16,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_diffrl.algorithms.base import DiffusionRL
-from lit_diffrl.algorithms.matching import row_mean
-from lit_diffrl.algorithms.recorder import Plan, random_steps, steps_between
+from lit_diffrl.algorithms.recorder import Plan, random_steps, step_mask, steps_between
+from lit_diffrl.algorithms.rows import row_mean
 from lit_diffrl.algorithms.settings import one_of
+from lit_diffrl.algorithms.trajectory import TrajectoryRL
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.policies.teachers import Teacher, add_teacher
 from lit_diffrl.rollouts import Rollout
-from lit_diffrl.sampling import Kernel, Transition
+from lit_diffrl.sampling import Kernel
 from lit_diffrl.sampling.kernels import KernelName
 from lit_diffrl.sampling.noise import INITIAL, randn
 
@@ -32,7 +32,7 @@ StepWeight = Literal["paper", "released", "uniform", "self_normalized"]
 ANY = "*"
 
 
-class DiffusionOPD(DiffusionRL):
+class DiffusionOPD(TrajectoryRL):
     """On-policy distillation.
 
     Args:
@@ -78,14 +78,10 @@ class DiffusionOPD(DiffusionRL):
         if eta > 0 and self.solver != "euler":
             raise ValueError(f"model.solver is {self.solver!r}; stochastic steps need 'euler'")
         self.teachers = {k: Teacher(t) if isinstance(t, str) else t for k, t in teachers.items()}
-        self._kernel = Kernel(kernel, eta)
+        self.kernel = Kernel(kernel, eta)
         self.step_weight: StepWeight = step_weight
         self.step_range = (lo, hi)
         self.steps_per_sample = steps
-
-    @property
-    def kernel(self) -> Kernel:  # noqa: D102
-        return self._kernel
 
     @property
     def rows_per_sample(self) -> int:  # noqa: D102
@@ -159,7 +155,8 @@ class DiffusionOPD(DiffusionRL):
 
     def plan(self, rollout: Rollout, round_: int) -> Plan:  # noqa: D102
         lo, hi = self.step_range
-        stochastic, kept = steps_between(lo, hi, self.num_steps, len(rollout))
+        kept = steps_between(lo, hi, len(rollout))
+        stochastic = step_mask(kept, self.num_steps)
         if self.kernel.eta == 0:
             stochastic = torch.zeros_like(stochastic)
         if self.steps_per_sample < hi - lo:
@@ -197,8 +194,3 @@ class DiffusionOPD(DiffusionRL):
             return 0.5 * length**2
         divergence = 0.5 * self.transition(kept).gain.flatten() ** 2
         return divergence * length if self.step_weight == "released" else divergence
-
-    def transition(self, kept: dict[str, Tensor]) -> Transition:
-        """The stochastic steps of a micro-batch."""
-        sigmas = self.schedule().sigmas.to(kept["sigma"].device)
-        return self.kernel.transition(kept["sigma"], kept["sigma_next"], sigmas, kept["latents"].ndim)

@@ -29,11 +29,14 @@ class Plan(NamedTuple):
     fields: tuple[str, ...] = LIKELIHOOD
 
 
-def steps_between(first: int, last: int, num_steps: int, samples: int) -> tuple[Tensor, Tensor]:
-    """The steps ``[first, last)`` of every sample: as a mask (B, T), and as their numbers (B, K)."""
-    mask = torch.zeros(samples, num_steps, dtype=torch.bool)
-    mask[:, first:last] = True
-    return mask, torch.arange(first, last).expand(samples, -1)
+def steps_between(first: int, last: int, samples: int) -> Tensor:
+    """The steps ``[first, last)`` of every sample: (B, K)."""
+    return torch.arange(first, last).expand(samples, -1)
+
+
+def step_mask(steps: Tensor, num_steps: int) -> Tensor:
+    """Steps (B, K) as a mask (B, T)."""
+    return torch.zeros(len(steps), num_steps, dtype=torch.bool).scatter(1, steps, True)
 
 
 def random_steps(first: int, last: int, count: int, seeds: list[int]) -> Tensor:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lit_diffrl.algorithms.opd import DiffusionOPD
 from lit_diffrl.algorithms.recorder import LIKELIHOOD
+from lit_diffrl.algorithms.rows import clipped_surrogate, row_mean
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.policies.teachers import Teacher
 from lit_diffrl.rollouts import Rollout
@@ -62,7 +62,6 @@ class ReinforceOPD(DiffusionOPD):
         elements = kept["latents"][0].numel()
         cost = elements * (kept["log_prob"] - log_prob(kept["teacher_velocity"]))
         ratio = (log_prob(velocity) - kept["log_prob"]).exp()
-        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        distance = (velocity - kept["teacher_velocity"]).detach().square().flatten(1).mean(1)
-        metrics = {"clip_fraction": (clipped != ratio).float(), "cost": cost, "distance_teacher": distance}
-        return torch.maximum(cost * ratio, cost * clipped), metrics
+        loss, clipped = clipped_surrogate(ratio, -cost, self.clip)
+        distance = row_mean((velocity.detach() - kept["teacher_velocity"]) ** 2)
+        return loss, {"clip_fraction": clipped, "cost": cost, "distance_teacher": distance}

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lit_diffrl.algorithms.matching import MatchingRL, draw_seeds, row_mean
+from lit_diffrl.algorithms.matching import MatchingRL, draw_seeds
+from lit_diffrl.algorithms.rows import row_mean
 from lit_diffrl.algorithms.settings import one_of
 from lit_diffrl.policies.base import Policy
 from lit_diffrl.rollouts import Rollout

@@ -45,6 +45,8 @@ class DiffusionSampler(L.LightningModule):
     """
 
     scores: dict[str, Tensor]
+    # How stochastic steps draw their noise; None for algorithms without any.
+    kernel: Kernel | None = None
 
     def __init__(
         self,
@@ -207,11 +209,6 @@ class DiffusionSampler(L.LightningModule):
             noise=lambda k: draw(seeds, STEP, k),
             on_step=recorder,
         )
-
-    @property
-    def kernel(self) -> Kernel | None:
-        """How stochastic steps draw their noise; ``None`` for algorithms without any."""
-        return None
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 

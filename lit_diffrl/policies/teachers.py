@@ -77,8 +77,7 @@ def add_teacher(policy: Policy, role: str, teacher: Teacher) -> None:
         if checkpoint is not None:
             _from_run(policy, role, checkpoint, teacher.weights)
         elif folder := _transformer_folder(location):
-            loaded = type(policy.transformer).from_pretrained(folder, torch_dtype=policy.dtype)
-            _add_transformer(policy, role, loaded.state_dict())
+            _add_transformer(policy, role, _pretrained(policy, folder).state_dict())
         else:
             _from_hub(policy, role, location)
 
@@ -115,8 +114,7 @@ def _from_run(policy: Policy, role: str, path: Path, weights: Weights) -> None:
 def _from_hub(policy: Policy, role: str, path: str) -> None:
     """A LoRA in the format of diffusers; a hub id may be that of a pipeline as well."""
     if not Path(path).exists() and _holds_transformer(policy, path):
-        loaded = type(policy.transformer).from_pretrained(path, subfolder="transformer", torch_dtype=policy.dtype)
-        _add_transformer(policy, role, loaded.state_dict())
+        _add_transformer(policy, role, _pretrained(policy, path, subfolder="transformer").state_dict())
         return
     state, metadata = policy.pipeline.lora_state_dict(path, return_lora_metadata=True)
     policy.roles.add_adapter(role, state, metadata, partial(_base, policy))
@@ -131,9 +129,13 @@ def _located(pretrained: str) -> str:
 
 def _base(policy: Policy) -> Any:
     """The transformer before training, whatever the student has become."""
-    options: dict[str, Any] = {"revision": policy.revision, "torch_dtype": policy.dtype}
-    base = type(policy.transformer).from_pretrained(policy.pretrained, subfolder="transformer", **options)
+    base = _pretrained(policy, policy.pretrained, subfolder="transformer", revision=policy.revision)
     return base.to(policy.device)
+
+
+def _pretrained(policy: Policy, path: str | Path, **options: Any) -> Any:
+    """A transformer of the policy's class, in its precision."""
+    return type(policy.transformer).from_pretrained(path, torch_dtype=policy.dtype, **options)
 
 
 def _holds_transformer(policy: Policy, hub_id: str) -> bool:

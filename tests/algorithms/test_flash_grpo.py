@@ -122,7 +122,7 @@ def test_an_update_over_all_steps_has_the_published_weights_with_mean_one():
     module = published()
     rollout = draw(module)
     batch = learn(rollout, 1.0)
-    weight = module.weight(module.transition(batch), batch.transitions)
+    weight = module.weight(module.transition(batch.transitions), batch.transitions)
     steps = kept_steps(module, rollout).flatten()
     assert sorted(steps.tolist()) == sorted([*range(10)] * 2)
     assert weight.tolist() == pytest.approx([WAN[k] / (sum(WAN) / 10) for k in steps.tolist()], rel=2e-5)
@@ -203,7 +203,7 @@ def test_weights_leave_the_clipping_as_it_is():
         batch.transitions["log_prob"] = batch.transitions["log_prob"] - log_ratios
         loss, metrics = module.objective(velocity, batch)
         g = torch.autograd.grad(loss.sum(), velocity)[0]
-        weight = module.weight(module.transition(batch), batch.transitions)
+        weight = module.weight(module.transition(batch.transitions), batch.transitions)
         outcomes[step_weight] = metrics["clip_fraction"].tolist(), rows(g.abs()) > 0, loss.detach() / weight
     ours, plain = outcomes["inverse_gain"], outcomes["uniform"]
     assert ours[0] == plain[0] == [1, 1, 1, 1, 0]
@@ -408,7 +408,7 @@ class Watched(FlashGRPO):
 
     def loss(self, batch):
         loss, metrics = super().loss(batch)
-        weight = self.weight(self.transition(batch), batch.transitions)
+        weight = self.weight(self.transition(batch.transitions), batch.transitions)
         update = self.loader.round, self.update_in_round
         self.seen.append((update, batch.sample_ids.tolist(), weight.tolist(), loss.detach()))
         return loss, metrics

@@ -302,7 +302,7 @@ def test_the_divergence_of_the_step_is_the_default_and_half_the_squared_gain_tim
         module = make(Replayed, kl=1.0, **({"kl_mode": mode} if mode else {}))
         batch, _ = transitions(module, [0.0, 0.0, 0.0])
         found[mode] = module.loss(batch)[1]["kl"].detach()
-        step, kept = module.transition(batch), batch.transitions
+        step, kept = module.transition(batch.transitions), batch.transitions
     assert torch.equal(found[None], found["transition"])
     torch.testing.assert_close(found["transition"], 0.5 * step.gain.flatten() ** 2 * found["velocity"])
     torch.testing.assert_close(found["transition_no_dt"], found["transition"] * (kept["sigma"] - kept["sigma_next"]))

@@ -364,7 +364,7 @@ def test_two_mixed_signals_go_backward_in_place_of_all():
 def clip_all_but(module: JAGG, batch: Rollout, position: int | None) -> None:
     """Move the old log-probabilities so that the ratio is far on the clipped side, or 1 at ``position``."""
     kept, flat = batch.transitions, steps_of(batch)
-    step = module.transition(flat)
+    step = module.transition(flat.transitions)
     with torch.no_grad():
         now = module.velocity(flat.transitions["latents"], flat.transitions["timestep"], flat.prompts)
     log_prob = step.log_prob(flat.transitions["next_latents"], step.mean(flat.transitions["latents"], now))

@@ -486,7 +486,7 @@ def test_an_advantage_of_zero_teaches_flow_grpo_nothing():
 def test_the_guarded_log_ratio_is_the_mean_of_noise_times_shift():
     module = make(Replayed, guard=True)
     batch, noise = transitions(module, [1.0, 1.0, 1.0])
-    kept, step = batch.transitions, module.transition(batch)
+    kept, step = batch.transitions, module.transition(batch.transitions)
     v = module.velocity(kept["latents"], kept["timestep"], batch.prompts)
     log_ratio = step.log_prob(kept["next_latents"], step.mean(kept["latents"], v)) - kept["log_prob"]
     guarded = module.guarded(log_ratio, step, v, kept["velocity"])
@@ -498,7 +498,7 @@ def test_the_guarded_log_ratio_is_the_mean_of_noise_times_shift():
 def test_the_guard_divides_the_loss_by_the_length_of_the_step():
     module = make(Replayed, guard=True, clip=1.0)
     batch, noise = transitions(module, [1.0, 1.0, 1.0])
-    kept, step = batch.transitions, module.transition(batch)
+    kept, step = batch.transitions, module.transition(batch.transitions)
     v = module.velocity(kept["latents"], kept["timestep"], batch.prompts)
     shift = step.mean(kept["latents"], v) - step.mean(kept["latents"], kept["velocity"])
     expected = -rows(noise * shift).exp() / torch.tensor([0.1, 0.2, 0.3])
@@ -509,7 +509,7 @@ def sensitivity(module, n: int) -> Tensor:
     """Of each row's loss to the velocity, in units of the drawn noise, before anything has moved."""
     batch, noise = transitions(module, [1.0] * n)
     module.policy.roles.follow("old", 0.0)
-    kept, step = batch.transitions, module.transition(batch)
+    kept, step = batch.transitions, module.transition(batch.transitions)
     v = module.velocity(kept["latents"], kept["timestep"], batch.prompts).detach().requires_grad_()
     mean = step.mean(kept["latents"], v)
     kept["velocity"], kept["next_latents"] = v.detach(), (mean + step.std * noise).detach()
